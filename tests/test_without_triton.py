@@ -69,7 +69,7 @@ from rosellm.errors import RecipeError
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
-from rosellm.roseinfer.kernels.norm import make_embed
+from rosellm.roseinfer.kernels.norm import embed
 from rosellm.roseinfer.kv_append_triton import kv_append_triton_full_batch
 import torch
 
@@ -77,7 +77,7 @@ compile_ahead([lambda: print("compiled")])
 one = torch.ones(1, 1, 1, 1)
 for call in (
     lambda: Engine(*load_parts("rose-tiny", "cpu"), kernels="triton"),
-    lambda: make_embed()(ids=one[0, 0, 0], positions=one[0, 0, 0], tokens=one[0, 0], places=one[0, 0]),
+    lambda: embed(ids=one[0, 0, 0], positions=one[0, 0, 0], tokens=one[0, 0], places=one[0, 0]),
     lambda: kv_append_triton_full_batch(
         k_cache_layer=one, v_cache_layer=one, key_new=one, value_new=one, block_idx=one, pos=0
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -77,19 +75,16 @@ def _advance_kernel(
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 
 
-def make_advance(dependent: int = False) -> Callable[..., None]:
-    """Return the Triton version of :func:`advance_ref`; values and indices must be contiguous."""
-    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE}
-    constants |= launch_options(dependent)
-
-    def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
-        tiles = indices.shape[1]
-        strides = state.rows.stride(0), state.ring.stride(0)
-        compared, choose = indices if values is None else values, values is not None
-        options = {"WIDTH": triton.next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
-        _advance_kernel[(len(slots),)](
-            state.rows, slots, compared, indices, state.ring, state.stop_tokens, *strides, tiles,
-            N_STOPS=len(state.stop_tokens), **options, **constants,
-        )  # fmt: skip
-
-    return advance
+def advance(
+    *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, dependent: int = False
+) -> None:
+    """Run :func:`advance_ref` in Triton; values and indices must be contiguous."""
+    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
+    tiles = indices.shape[1]
+    strides = state.rows.stride(0), state.ring.stride(0)
+    compared, choose = indices if values is None else values, values is not None
+    options = {"WIDTH": triton.next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
+    _advance_kernel[(len(slots),)](
+        state.rows, slots, compared, indices, state.ring, state.stop_tokens, *strides, tiles,
+        N_STOPS=len(state.stop_tokens), **options, **constants,
+    )  # fmt: skip

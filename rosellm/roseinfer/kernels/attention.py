@@ -10,8 +10,6 @@ cache for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     rows_of,
     store_token,
 )
-from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
+from rosellm.roseinfer.kernels.partial_rows import combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
@@ -309,8 +307,11 @@ def _decode_attention_kernel(
         )  # fmt: skip
 
 
-def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`append_and_attend_ref`, which is one kernel or two.
+def append_and_attend(
+    *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None, window=None,
+    plan, dependent: int = False,
+) -> Tensor:  # fmt: skip
+    """Run :func:`append_and_attend_ref` in Triton, which is one kernel or two.
 
     plan is required and must have the same window; raises ``OptionError`` otherwise. Caches and each row of
     the block table must be contiguous; rows of block table and positions may be strided. q, k_new and v_new
@@ -318,31 +319,22 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     block_table must have been written at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on
     tensor cores, those of fp32 in full fp32; the softmax is always fp32.
     """
-    launch = launch_options(dependent)
-    combine = make_combine(dependent)
-
-    def append_and_attend(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None,
-        window=None, plan,
-    ) -> Tensor:  # fmt: skip
-        _check(plan, window)
-        variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
-        group = n_heads // k_new.shape[1]
-        smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
-        new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
-        tiling = _tiling(variant, window, group, q, rotary)
-        rows, pointers = rows_of(block_table, positions), _pointers(rotary)
-        partial = new_partial(q, variant.pieces + batch) if variant.combine else None
-        _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-            out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
-            scale * LOG2_E, shape, tiling,
-            num_warps=variant.warps, num_stages=variant.stages, **launch,
-        )  # fmt: skip
-        if partial is not None:
-            combine(out, partial, plan)
-        return out
-
-    return append_and_attend
+    _check(plan, window)
+    variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
+    group = n_heads // k_new.shape[1]
+    smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
+    new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
+    tiling = _tiling(variant, window, group, q, rotary)
+    rows, pointers = rows_of(block_table, positions), _pointers(rotary)
+    partial = new_partial(q, variant.pieces + batch) if variant.combine else None
+    _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
+        out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
+        scale * LOG2_E, shape, tiling,
+        num_warps=variant.warps, num_stages=variant.stages, **launch_options(dependent),
+    )  # fmt: skip
+    if partial is not None:
+        combine(out, partial, plan, dependent=dependent)
+    return out
 
 
 def _check(plan: Plan, window: int | None) -> None:

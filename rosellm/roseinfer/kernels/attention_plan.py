@@ -8,7 +8,6 @@ tiles. Context lengths are read on the device, so one captured launch serves the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -193,27 +192,18 @@ def _plan_kernel(
         tl.store(covers_ptr + 2 * row + 1, last.to(tl.int32), mask=exists)
 
 
-def make_planner(dependent: int = False) -> Callable[..., Plan]:
-    """Return the Triton version of :func:`make_plan_ref`, run once per step; positions may be strided."""
-    launch = launch_options(dependent)
-
-    def make_plan(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
-        if not variant.combine:
-            return Plan(variant, window)
-        n_rows, pieces = len(positions), variant.pieces
-        starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
-        covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
-        rows = triton.next_power_of_2(n_rows)
-        chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
-        arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
-        sizes = {
-            "ROWS": rows,
-            "CHUNK": chunk,
-            "TILE": variant.tile,
-            "LEAD": variant.lead,
-            "WINDOW": window or 0,
-        }
-        _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
-        return Plan(variant, window, starts, covers)
-
-    return make_plan
+def make_plan(
+    positions: Tensor, variant: Variant, window: int | None = None, *, dependent: int = False
+) -> Plan:
+    """Run :func:`make_plan_ref` in Triton, once per step; positions may be strided."""
+    if not variant.combine:
+        return Plan(variant, window)
+    n_rows, pieces = len(positions), variant.pieces
+    starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
+    covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
+    rows = triton.next_power_of_2(n_rows)
+    chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
+    arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
+    sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "LEAD": variant.lead, "WINDOW": window or 0}
+    _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch_options(dependent))
+    return Plan(variant, window, starts, covers)

@@ -67,7 +67,10 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _launching_nothing() -> Iterator[None]:
-    """Make this thread's launches compile their kernels without running them."""
+    """Make this thread's launches compile their kernels without running them.
+
+    Triton can only warm up a kernel from where it is launched, so ``kernel[grid]`` itself is replaced.
+    """
     kernel_type = triton.runtime.KernelInterface
     with _ONE_AT_A_TIME:
         launch_on, owner = kernel_type.__getitem__, get_ident()

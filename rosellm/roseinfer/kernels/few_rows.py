@@ -66,6 +66,9 @@ class FewRowsShape(NamedTuple):
     stages: int
 
 
+ShapeOf = Callable[[int, int, int, torch.dtype], FewRowsShape]
+
+
 def few_rows_linear_ref(
     *,
     x: Tensor,
@@ -295,35 +298,29 @@ def _few_rows_kernel(
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def make_few_rows_linear(
-    dependent: int = False, shape: Callable[[int, int, int, torch.dtype], FewRowsShape] | None = None
-) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`few_rows_linear_ref`, for up to ``FEW_ROWS`` rows.
+def few_rows_linear(
+    *, x, weight, bias=None, norm=None, activation: Activation = "none", residual=None,
+    dependent: int = False, shape: ShapeOf | None = None,
+) -> Tensor:  # fmt: skip
+    """Run :func:`few_rows_linear_ref` in Triton, for up to ``FEW_ROWS`` rows.
 
     All tensors must be contiguous. With LayerNorm, the variance is a difference of two sums and loses digits
     if a row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single
     row. shape: (rows, n, k, dtype) → tiling.
     """
-    launch, shape_of = launch_options(dependent), shape or _few_rows_shape
-
-    def few_rows_linear(
-        *, x, weight, bias=None, norm=None, activation: Activation = "none", residual=None
-    ) -> Tensor:
-        rows, k = x.shape
-        n = weight.shape[0]
-        out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
-        cut = shape_of(rows, n, k, x.dtype)
-        fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
-        fused |= {"NORM": "none" if norm is None else norm.kind}
-        scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
-        bias, sums = (x if it is None else it for it in (bias, sums))
-        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), **launch}
-        _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
-            x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
-        )
-        return out
-
-    return few_rows_linear
+    rows, k = x.shape
+    n = weight.shape[0]
+    out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
+    cut = (shape or _few_rows_shape)(rows, n, k, x.dtype)
+    fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
+    fused |= {"NORM": "none" if norm is None else norm.kind}
+    scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
+    bias, sums = (x if it is None else it for it in (bias, sums))
+    options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), **launch_options(dependent)}
+    _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
+        x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
+    )
+    return out
 
 
 def _rows_held(rows: int) -> int:

@@ -225,24 +225,21 @@ def splits_for(rows: int, n_chunks: int, device: torch.device) -> int:
     return max(1, min(PROGRAMS_PER_SM * multiprocessors(device) // rows, MOST_SPLITS, n_chunks))
 
 
-def make_choose_filtered(dependent: int = False, splits: Splits = splits_for) -> Callable[..., None]:
-    """Return the Triton version of :func:`choose_filtered_ref`; call it once per result of the head.
+def choose_filtered(
+    *, tiles: Tiles, state: DeviceState, dependent: int = False, splits: Splits = splits_for
+) -> None:
+    """Run :func:`choose_filtered_ref` in Triton; call it once per result of the head.
 
     A row with top-p only whose drawn token is accepted stays as it is; in other filtered rows all indices are
     overwritten. splits: (rows, chunks per row, device) → programs per row with top-p only.
     """
-    launch = launch_options(dependent)
-
-    def choose_filtered(*, tiles: Tiles, state: DeviceState) -> None:
-        (rows, n_tiles), device = tiles.values.shape, tiles.values.device
-        sizes = Sizes(tiles.width, triton.next_power_of_2(n_tiles))
-        n_chunks = triton.cdiv(n_tiles, sizes.CHUNK // tiles.width)
-        room = max(1, n_tiles // sizes.COPIED) * tiles.width
-        sums, copies = (torch.empty(rows, n, device=device) for n in (sizes.DRAWS * n_chunks, room))
-        listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))
-        _choose_filtered_kernel[(rows, splits(rows, n_chunks, device))](
-            tiles[:6], listed, sums, copies, copied, settings_of(state), n_tiles, sizes,
-            MAX_TEMPERATURE, num_warps=WARPS, maxnreg=REGISTERS, **launch,
-        )  # fmt: skip
-
-    return choose_filtered
+    (rows, n_tiles), device = tiles.values.shape, tiles.values.device
+    sizes = Sizes(tiles.width, triton.next_power_of_2(n_tiles))
+    n_chunks = triton.cdiv(n_tiles, sizes.CHUNK // tiles.width)
+    room = max(1, n_tiles // sizes.COPIED) * tiles.width
+    sums, copies = (torch.empty(rows, n, device=device) for n in (sizes.DRAWS * n_chunks, room))
+    listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))
+    _choose_filtered_kernel[(rows, splits(rows, n_chunks, device))](
+        tiles[:6], listed, sums, copies, copied, settings_of(state), n_tiles, sizes,
+        MAX_TEMPERATURE, num_warps=WARPS, maxnreg=REGISTERS, **launch_options(dependent),
+    )  # fmt: skip

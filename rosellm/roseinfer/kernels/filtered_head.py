@@ -7,7 +7,6 @@ only (rows by mass) as for unfiltered ones: their draw from all tokens is seldom
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -173,32 +172,29 @@ def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
     return best("filtered_head", rows=rows, bits=8 * dtype.itemsize)
 
 
-def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:
-    """Return the Triton version of :func:`filtered_tiles_ref`, but with many tiles.
+def filtered_tiles(
+    *, hidden, weight, state: DeviceState, counts=None, dependent: int = False, shape: Shape = filtered_shape
+) -> Tiles:
+    """Run :func:`filtered_tiles_ref` in Triton, but with many tiles.
 
     hidden, weight and counts must be contiguous. Outputs that only filtered rows use stay uninitialised for
     the rest. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
     """
-    launch = launch_options(dependent)
-
-    def filtered_tiles(*, hidden, weight, state: DeviceState, counts=None) -> Tiles:
-        (rows, width), vocab = hidden.shape, len(weight)
-        block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-        stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
-        n_tiles = triton.cdiv(vocab, block_n)
-        values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
-        indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
-        arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
-        logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
-        tiles = values, indices, maxima, masses, logits, arrived
-        penalties = state.counts, state.repetition, state.presence, state.frequency
-        table = indices if counts is None else counts
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
-        options = {"num_warps": warps, "num_stages": stages, **launch}
-        _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
-            hidden, weight, tiles, settings_of(state), penalties, table, rows, vocab, n_tiles,
-            K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
-        )  # fmt: skip
-        return Tiles(*tiles, block_n)
-
-    return filtered_tiles
+    (rows, width), vocab = hidden.shape, len(weight)
+    block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+    stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+    n_tiles = triton.cdiv(vocab, block_n)
+    values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
+    indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
+    arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
+    logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
+    tiles = values, indices, maxima, masses, logits, arrived
+    penalties = state.counts, state.repetition, state.presence, state.frequency
+    table = indices if counts is None else counts
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
+    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
+    _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
+        hidden, weight, tiles, settings_of(state), penalties, table, rows, vocab, n_tiles,
+        K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
+    )  # fmt: skip
+    return Tiles(*tiles, block_n)

@@ -108,31 +108,29 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return best("head", rows=rows, bits=8 * dtype.itemsize)
 
 
-def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the Triton version of :func:`best_tokens_ref`, with one result per tile: ``[M, TILES]``.
+def best_tokens(
+    *, hidden, weight, temperature, seeds, positions, sampled=True,
+    dependent: int = False, shape: Shape = _shape,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run :func:`best_tokens_ref` in Triton, with one result per tile: ``[M, TILES]``.
 
     hidden and weight must be contiguous; temperature and positions are columns of one state (equal row
     strides). sampled=False compiles sampling out, for all-greedy batches: random numbers take registers that
     the GEMM could use. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
     """
-    launch = launch_options(dependent)
-
-    def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
-        rows, width = hidden.shape
-        vocab = weight.shape[0]
-        block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-        stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
-        tiles = triton.cdiv(vocab, block_n)
-        values = torch.empty(rows, tiles, device=hidden.device)
-        indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
-        state = temperature, seeds, positions
-        strides = positions.stride(0), seeds.stride(0)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        options = {"num_warps": warps, "num_stages": stages, **launch}
-        constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
-        _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
-            hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
-        )
-        return values, indices
-
-    return best_tokens
+    rows, width = hidden.shape
+    vocab = weight.shape[0]
+    block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+    stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+    tiles = triton.cdiv(vocab, block_n)
+    values = torch.empty(rows, tiles, device=hidden.device)
+    indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
+    state = temperature, seeds, positions
+    strides = positions.stride(0), seeds.stride(0)
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
+    constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
+    _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
+        hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
+    )
+    return values, indices

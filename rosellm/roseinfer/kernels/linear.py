@@ -231,38 +231,31 @@ def output_width(n: int, activation: Activation) -> int:
     return n // 2 if activation == "swiglu" else n
 
 
-def make_some_rows_linear(
-    dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True
-) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`some_rows_linear_ref`.
+def some_rows_linear(
+    *, x, weight, bias=None, activation: Activation = "none", parts=1,
+    dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True,
+) -> Tensor:  # fmt: skip
+    """Run :func:`some_rows_linear_ref` in Triton.
 
     All tensors must be contiguous. shape: (rows, n, k, dtype, parts) → tile sizes, warps and stages. copies:
     use TMA where that pays; False: load tiles in the same way for any number of rows.
     """
-    launch, described = launch_options(dependent), _described if copies else _loaded
-
-    def some_rows_linear(*, x, weight, bias=None, activation: Activation = "none", parts=1) -> Tensor:
-        rows, k = x.shape
-        n = weight.shape[0]
-        width = output_width(n, activation)
-        out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-        block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype, parts)
-        stages = fitting_stages(stages, block_m, block_n, block_k, x)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
-        options = {"num_warps": warps, "num_stages": stages, **launch}
-        tiles = described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
-        _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
-            x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
-        )
-        return out
-
-    return some_rows_linear
-
-
-def _loaded(*_: object) -> tuple[None, None]:
-    """Return no descriptors, for ordinary loads."""
-    return None, None
+    rows, k = x.shape
+    n = weight.shape[0]
+    width = output_width(n, activation)
+    out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
+    block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype, parts)
+    stages = fitting_stages(stages, block_m, block_n, block_k, x)
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
+    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
+    tiles = None, None
+    if copies:
+        tiles = _described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
+    _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
+        x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
+    )
+    return out
 
 
 def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -138,55 +136,40 @@ def _warps(width: int) -> int:
     return max(1, min(8, width // 256))
 
 
-def make_embed(dependent: int = False) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`embed_ref`; tables must be contiguous, ids and positions int32."""
-    launch = launch_options(dependent)
-
-    def embed(*, ids, positions, tokens, places=None) -> Tensor:
-        rows, width = len(ids), tokens.shape[1]
-        out = tokens.new_empty(rows, width)
-        padded = triton.next_power_of_2(width)
-        strides = ids.stride(0), positions.stride(0)
-        table, learned = tokens if places is None else places, places is not None
-        options = {"num_warps": _warps(padded), **launch}
-        _embed_kernel[(rows,)](
-            ids, positions, tokens, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
-        )
-        return out
-
-    return embed
+def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Tensor:
+    """Run :func:`embed_ref` in Triton; tables must be contiguous, ids and positions int32."""
+    rows, width = len(ids), tokens.shape[1]
+    out = tokens.new_empty(rows, width)
+    padded = triton.next_power_of_2(width)
+    strides = ids.stride(0), positions.stride(0)
+    table, learned = tokens if places is None else places, places is not None
+    options = {"num_warps": _warps(padded), **launch_options(dependent)}
+    _embed_kernel[(rows,)](
+        ids, positions, tokens, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
+    )
+    return out
 
 
-def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`add_norm_ref`; all tensors must be contiguous."""
-    launch = launch_options(dependent)
-
-    def add_norm(*, x, delta=None, bias=None, scale, shift, eps) -> Tensor:
-        rows, width = x.shape
-        out = x.new_empty(rows, width)
-        padded = triton.next_power_of_2(width)
-        parts = 0 if delta is None else len(delta)
-        given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
-        delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
-        options = {"num_warps": _warps(padded), **launch}
-        _add_norm_kernel[(rows,)](
-            x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, **given, **options
-        )
-        return out
-
-    return add_norm
+def add_norm(*, x, delta=None, bias=None, scale, shift, eps, dependent: int = False) -> Tensor:
+    """Run :func:`add_norm_ref` in Triton; all tensors must be contiguous."""
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    padded = triton.next_power_of_2(width)
+    parts = 0 if delta is None else len(delta)
+    given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
+    delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
+    options = {"num_warps": _warps(padded), **launch_options(dependent)}
+    _add_norm_kernel[(rows,)](
+        x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, **given, **options
+    )
+    return out
 
 
-def make_silu_mul(dependent: int = False) -> Callable[..., Tensor]:
-    """Return the Triton version of :func:`silu_mul_ref`; x must be contiguous."""
-    launch = launch_options(dependent)
-
-    def silu_mul(*, x) -> Tensor:
-        rows, width = len(x), x.shape[1] // 2
-        out = x.new_empty(rows, width)
-        block = min(1024, triton.next_power_of_2(width))
-        options = {"num_warps": _warps(block), **launch}
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
-        return out
-
-    return silu_mul
+def silu_mul(*, x, dependent: int = False) -> Tensor:
+    """Run :func:`silu_mul_ref` in Triton; x must be contiguous."""
+    rows, width = len(x), x.shape[1] // 2
+    out = x.new_empty(rows, width)
+    block = min(1024, triton.next_power_of_2(width))
+    options = {"num_warps": _warps(block), **launch_options(dependent)}
+    _silu_mul_kernel[(rows, triton.cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
+    return out

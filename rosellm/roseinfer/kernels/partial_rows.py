@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -110,18 +109,13 @@ def _combine_pieces_kernel(
         tl.store(place, (acc / l_i).to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def make_combine(dependent: int) -> Callable[[Tensor, PartialRows, Plan], None]:
-    """Return a kernel that writes the results of split rows to out ``[B, H, D]``, and leaves other rows."""
-    launch = launch_options(dependent)
-
-    def combine(out: Tensor, partial: PartialRows, plan: Plan) -> None:
-        batch, n_heads, head_dim = out.shape
-        padded = triton.next_power_of_2(head_dim)
-        parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))
-        warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
-        _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
-            out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, by_cut,
-            num_warps=warps, **launch,
-        )  # fmt: skip
-
-    return combine
+def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = False) -> None:
+    """Write the results of split rows to out ``[B, H, D]``; other rows are unchanged."""
+    batch, n_heads, head_dim = out.shape
+    padded = triton.next_power_of_2(head_dim)
+    parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))
+    warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
+    _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
+        out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, by_cut,
+        num_warps=warps, **launch_options(dependent),
+    )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
@@ -38,14 +36,9 @@ def _count_tokens_kernel(
         tl.store(place, tl.load(place) + 2)
 
 
-def make_count_tokens(dependent: int = False) -> Callable[..., None]:
-    """Return the Triton version of :func:`count_tokens_ref`."""
-    launch = launch_options(dependent)
-
-    def count_tokens(*, state: DeviceState, table: Tensor) -> None:
-        columns = state.tokens, state.positions, state.prompts, state.counts
-        _count_tokens_kernel[(len(state.rows),)](
-            *columns, table, state.tokens.stride(0), table.stride(0), num_warps=1, **launch
-        )
-
-    return count_tokens
+def count_tokens(*, state: DeviceState, table: Tensor, dependent: int = False) -> None:
+    """Run :func:`count_tokens_ref` in Triton."""
+    columns = state.tokens, state.positions, state.prompts, state.counts
+    _count_tokens_kernel[(len(state.rows),)](
+        *columns, table, state.tokens.stride(0), table.stride(0), num_warps=1, **launch_options(dependent)
+    )

@@ -12,8 +12,6 @@ The work is split into tiles of consecutive new tokens of one sequence (``prefil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -306,19 +304,15 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_rows, (acc * (1.0 / l_i)[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def make_prefill_attention(
-    block_m: int = 64,
-    block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    heads: int = 1,
-    dependent: int = False,
-) -> Callable[..., Tensor]:
-    """Return a FlashAttention kernel (Dao et al. 2022, arXiv:2205.14135) for :func:`prefill_attention_ref`.
+def prefill_attention(
+    *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None,
+    dependent: int = False, launch: Launch | None = None,
+) -> Tensor:  # fmt: skip
+    """Run :func:`prefill_attention_ref` as FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
-    Each program multiplies ``block_m`` queries (``Tiles.size``) of ``heads`` query heads of a group (fewer if
-    heads does not divide the group) by tiles of ``block_n`` keys; all are powers of two, block_n is at least
-    16, and block_m a multiple of it. Raises ``OptionError`` for other block sizes, or tiles of another size.
+    Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
+    does not divide the group) by tiles of ``launch.block_n`` keys; all are powers of two. launch: by default
+    that of :func:`launch_for`. Raises ``OptionError`` unless block_n divides the tiles' size.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
     contiguous, k_new and v_new alike); block_table rows are contiguous; all have one dtype; scale is
@@ -327,36 +321,26 @@ def make_prefill_attention(
     order: programs read new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores,
     those of fp32 in full fp32; the softmax is always fp32.
     """
-    if block_n < SMALLEST_DOT or block_m % block_n:
-        raise OptionError(
-            f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be >= {SMALLEST_DOT}"
-        )
-    launch = {"num_warps": num_warps, "num_stages": num_stages, **launch_options(dependent)}
-
-    def prefill_attention(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None
-    ) -> Tensor:
-        if tiles.size != block_m:
-            raise OptionError(f"tiles have size {tiles.size}, but this kernel was built for size {block_m}")
-        out = q.new_empty(q.shape)
-        partial = new_partial(q, tiles.columns.shape[1] * block_m) if tiles.in_pieces else None
-        new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
-        table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
-        together = math.gcd(heads, shape.GROUP)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": dot_dtype(q), "WINDOW": window or 0}
-        copied = _described(new.k, new.v, block_n, shape)
-        cached = None, None
-        if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
-            cached = described_rows(cache, block_n)
-        _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
-            out, partial, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
-            **blocks, **launch,
-        )  # fmt: skip
-        if partial is not None:
-            combine_tiles(out, partial, tiles, dependent)
-        return out
-
-    return prefill_attention
+    new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
+    block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)
+    if block_n < SMALLEST_DOT or tiles.size % block_n:
+        raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
+    out = q.new_empty(q.shape)
+    partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None
+    table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
+    together = math.gcd(heads, shape.GROUP)
+    blocks = {"BLOCK_M": tiles.size, "BLOCK_N": block_n, "DOT": dot_dtype(q), "WINDOW": window or 0}
+    copied = _described(new.k, new.v, block_n, shape)
+    cached = None, None
+    if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
+        cached = described_rows(cache, block_n)
+    _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
+        out, partial, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
+        **blocks, num_warps=num_warps, num_stages=num_stages, **launch_options(dependent),
+    )  # fmt: skip
+    if partial is not None:
+        combine_tiles(out, partial, tiles, dependent)
+    return out
 
 
 def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
@@ -370,16 +354,3 @@ def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
     return tuple(
         TensorDescriptor(x, [len(x), x.shape[1:].numel()], [x.stride(0), 1], [rows, shape.D]) for x in (k, v)
     )
-
-
-_made = cache(make_prefill_attention)
-
-
-def make_fastest_prefill_attention(dependent: int = False) -> Callable[..., Tensor]:
-    """Return prefill attention that launches as :func:`launch_for` chooses, for tiles of size ``BLOCK_M``."""
-
-    def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
-        launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
-        return _made(BLOCK_M, *launch, dependent=dependent)(q=q, k_new=k_new, **arguments)
-
-    return prefill_attention

@@ -6,8 +6,6 @@ a prefill this is a separate kernel; a decode step's attention kernel does it it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -125,24 +123,19 @@ def _position_heads_kernel(
     _position(k_ptr + row * row_stride, k_norm_ptr, cos, sin, eps, H_KV, H_KV_PADDED, D, HALF_PADDED, NORM)
 
 
-def make_position_heads(dependent: int = False) -> Callable[..., None]:
-    """Return the Triton version of :func:`position_heads_ref`.
+def position_heads(*, q, k, positions, rotary, dependent: int = False) -> None:
+    """Run :func:`position_heads_ref` in Triton.
 
     q and k are slices of one fused projection: a common row stride, contiguous ``[H, D]``.
     """
-    launch = launch_options(dependent)
-
-    def position_heads(*, q, k, positions, rotary) -> None:
-        rows, n_heads, head_dim = q.shape
-        n_kv, padded = k.shape[1], triton.next_power_of_2(head_dim // 2)
-        has_norms = rotary.q_norm is not None
-        norms = (rotary.q_norm, rotary.k_norm) if has_norms else (q, k)
-        strides = q.stride(0), positions.stride(0)
-        heads = {"H_PADDED": triton.next_power_of_2(n_heads), "H_KV_PADDED": triton.next_power_of_2(n_kv)}
-        sizes = {"H": n_heads, "H_KV": n_kv, **heads, "D": head_dim, "HALF_PADDED": padded}
-        options = {"NORM": has_norms, "num_warps": WARPS, **launch}
-        _position_heads_kernel[(rows,)](
-            q, k, *norms, rotary.cos_sin, positions, *strides, rotary.eps, **sizes, **options
-        )
-
-    return position_heads
+    rows, n_heads, head_dim = q.shape
+    n_kv, padded = k.shape[1], triton.next_power_of_2(head_dim // 2)
+    has_norms = rotary.q_norm is not None
+    norms = (rotary.q_norm, rotary.k_norm) if has_norms else (q, k)
+    strides = q.stride(0), positions.stride(0)
+    heads = {"H_PADDED": triton.next_power_of_2(n_heads), "H_KV_PADDED": triton.next_power_of_2(n_kv)}
+    sizes = {"H": n_heads, "H_KV": n_kv, **heads, "D": head_dim, "HALF_PADDED": padded}
+    options = {"NORM": has_norms, "num_warps": WARPS, **launch_options(dependent)}
+    _position_heads_kernel[(rows,)](
+        q, k, *norms, rotary.cos_sin, positions, *strides, rotary.eps, **sizes, **options
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,27 +73,30 @@ def triton_kernels(dependent: int) -> Kernels:
 
     dependent: whether, and how, kernels of the GPU-resident step use programmatic dependent launch.
     """
+    step: dict[str, Callable[..., Any]] = {
+        "prefill_attention": prefill.prefill_attention,
+        "position_heads": rotary.position_heads,
+        "append_and_attend": attention.append_and_attend,
+        "plan_attention": attention_plan.make_plan,
+        "embed": norm.embed,
+        "add_norm": norm.add_norm,
+        "silu_mul": norm.silu_mul,
+        "few_rows_linear": few_rows.few_rows_linear,
+        "some_rows_linear": linear.some_rows_linear,
+        "best_tokens": head.best_tokens,
+        "filtered_tiles": filtered_head.filtered_tiles,
+        "choose_filtered": filtered.choose_filtered,
+        "count_tokens": penalties.count_tokens,
+        "advance": advance.advance,
+    }
     return Kernels(
-        "triton",
-        paged.paged_attention_decode,
-        kv.kv_append_triton,
-        kv.kv_append_triton_full_batch,
-        kv.kv_append_triton_identity_pos,
-        prefill.make_fastest_prefill_attention(dependent),
-        rotary.make_position_heads(dependent),
-        noise.gumbel_noise_triton,
-        attention.make_append_and_attend(dependent),
-        attention_plan.make_planner(dependent),
-        norm.make_embed(dependent),
-        norm.make_add_norm(dependent),
-        norm.make_silu_mul(dependent),
-        few_rows.make_few_rows_linear(dependent),
-        linear.make_some_rows_linear(dependent),
-        head.make_best_tokens(dependent),
-        filtered_head.make_filtered_tiles(dependent),
-        filtered.make_choose_filtered(dependent),
-        penalties.make_count_tokens(dependent),
-        advance.make_advance(dependent),
+        name="triton",
+        paged_attention_decode=paged.paged_attention_decode,
+        kv_append=kv.kv_append_triton,
+        kv_append_full_batch=kv.kv_append_triton_full_batch,
+        kv_append_identity_pos=kv.kv_append_triton_identity_pos,
+        gumbel_noise=noise.gumbel_noise_triton,
+        **{name: partial(kernel, dependent=dependent) for name, kernel in step.items()},
     )
 
 

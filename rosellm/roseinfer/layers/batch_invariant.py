@@ -25,9 +25,9 @@ from torch import Tensor
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.filtered_head import make_filtered_tiles
-from rosellm.roseinfer.kernels.head import make_best_tokens
-from rosellm.roseinfer.kernels.linear import Shape, make_some_rows_linear, some_rows_linear_ref
+from rosellm.roseinfer.kernels.filtered_head import filtered_tiles
+from rosellm.roseinfer.kernels.head import best_tokens
+from rosellm.roseinfer.kernels.linear import Shape, some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels
@@ -117,9 +117,11 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
         )
     return replace(
         kernels,
-        some_rows_linear=make_some_rows_linear(dependent, linear_shape, copies=False),
-        best_tokens=make_best_tokens(dependent, partial(head_shape, "invariant_head")),
-        filtered_tiles=make_filtered_tiles(dependent, partial(head_shape, "invariant_filtered_head")),
+        some_rows_linear=partial(some_rows_linear, dependent=dependent, shape=linear_shape, copies=False),
+        best_tokens=partial(best_tokens, dependent=dependent, shape=partial(head_shape, "invariant_head")),
+        filtered_tiles=partial(
+            filtered_tiles, dependent=dependent, shape=partial(head_shape, "invariant_filtered_head")
+        ),
     )
 
 

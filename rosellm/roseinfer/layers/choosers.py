@@ -15,7 +15,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.draw import draw, likeliest
 from rosellm.roseinfer.kernels.filtered_head import penalised_rows_ref
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.products import can_pack, packed_head
+from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.sampling import SamplingParams
 
 MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests of the modes before it
@@ -126,5 +126,5 @@ def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tenso
     if head == "logits":
         return LogitsChooser(model.logits, kernels, counts)
     if kernels.name == "torch" and can_pack(model):
-        return LogitsChooser(packed_head(model), kernels, counts)
+        return LogitsChooser(PackedLinear(model.lm_head.weight), kernels, counts)
     return FusedChooser(model, kernels, counts)

@@ -16,7 +16,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.choosers import MODES, Chooser, LogitsChooser, fp32_product, mode_of
-from rosellm.roseinfer.layers.products import can_pack, packed_head
+from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.ranks.group import Ranks
 from rosellm.roseinfer.sampling import SamplingParams
 
@@ -93,6 +93,6 @@ def cut_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor,
     if head == "logits":
         return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
     if kernels.name == "torch" and can_pack(model):
-        return CutChooser(model, kernels, counts, packed_head(model), ranks)
+        return CutChooser(model, kernels, counts, PackedLinear(model.lm_head.weight), ranks)
     weight, n_words = model.padded_head, len(model.words)
     return CutChooser(model, kernels, counts, lambda hidden: fp32_product(hidden, weight)[:, :n_words], ranks)

@@ -20,7 +20,7 @@ from rosellm.roseinfer.cache.device_state import (
     DeviceState,
     row_bytes,
 )
-from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.kernels.advance import advance as advance_triton, advance_ref
 from rosellm.roseinfer.kernels.draw import penalised_ref
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
@@ -34,7 +34,7 @@ quick = settings(max_examples=50, deadline=None, derandomize=True)
 
 def advance_on(device: str):
     """The spec, or the kernel and where it runs."""
-    return (advance_ref, CPU) if device == "reference" else (make_advance(), torch.device(device))
+    return (advance_ref, CPU) if device == "reference" else (advance_triton, torch.device(device))
 
 
 # Rows and views.

@@ -11,8 +11,8 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
-from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref, make_planner, variant_for
+from rosellm.roseinfer.kernels.attention import append_and_attend, append_and_attend_ref
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan, make_plan_ref, variant_for
 from rosellm.roseinfer.kernels.rotary import positioned_ref
 from tests.helpers import DTYPES, LARGE, TRITON_DEVICES, bits
 from tests.roseinfer.kernels.kernel_checks import (
@@ -110,8 +110,8 @@ def assert_equals_spec(case: dict, variant: Variant) -> None:
     mine, theirs = with_own_caches(case), with_own_caches(case)
     before = clones(case)
     expected = append_and_attend_ref(**theirs)
-    plan = make_planner()(case["positions"], variant, case["window"])
-    found = make_append_and_attend()(**mine, plan=plan)
+    plan = make_plan(case["positions"], variant, case["window"])
+    found = append_and_attend(**mine, plan=plan)
     assert expected.isfinite().all()
     assert_near(found, expected)
     assert_same_slots(mine["k_cache_layer"], theirs["k_cache_layer"], exact=case["rotary"] is None)
@@ -162,7 +162,7 @@ def test_a_plan_for_another_window_is_refused():
     case = make_case([3], window=2, **SMALL)
     plan = make_plan_ref(case["positions"], WHOLE, 3)
     with pytest.raises(OptionError, match="window 3"):
-        make_append_and_attend()(**case, plan=plan)
+        append_and_attend(**case, plan=plan)
 
 
 # The kernels.
@@ -255,8 +255,8 @@ def test_rows_may_share_the_blocks_before_their_last(variant, device):
 def test_inert_rows_give_zero_and_write_nothing(variant, device):
     case = make_case([-1, -7, -(2**31)], window=9, **SMALL, device=device)
     case["q"][1], case["k_new"][1] = NAN, NAN
-    before, plan = with_own_caches(case), make_planner()(case["positions"], variant, 9)
-    assert torch.equal(make_append_and_attend()(**case, plan=plan), torch.zeros_like(case["q"]))
+    before, plan = with_own_caches(case), make_plan(case["positions"], variant, 9)
+    assert torch.equal(append_and_attend(**case, plan=plan), torch.zeros_like(case["q"]))
     for name in CACHES:
         assert torch.equal(bits(case[name]), bits(before[name]))
 
@@ -278,8 +278,8 @@ def test_large_scores_do_not_overflow(group, device):
     case = make_case([40, 17], **SMALL | {"n_heads": group}, device=device, scale=300.0)
     spec = append_and_attend_ref(**with_own_caches(case))
     for variant in (FEW, FEW._replace(lanes=1)):
-        plan = make_planner()(case["positions"], variant)
-        found = make_append_and_attend()(**with_own_caches(case), plan=plan)
+        plan = make_plan(case["positions"], variant)
+        found = append_and_attend(**with_own_caches(case), plan=plan)
         torch.testing.assert_close(found, spec, rtol=1e-3, atol=1e-3)
 
 

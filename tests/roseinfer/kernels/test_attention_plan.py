@@ -14,8 +14,8 @@ from rosellm.roseinfer.kernels.attention_plan import (
     Plan,
     Variant,
     cut_rows,
+    make_plan,
     make_plan_ref,
-    make_planner,
     variant_for,
     whole_rows,
 )
@@ -69,7 +69,7 @@ def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window
     strided = torch.full((len(positions), 3), WILD, dtype=torch.int32, device=device)
     strided[:, 1] = torch.tensor(positions)
     arguments = strided[:, 1], Variant(tile, pieces, lead=lead), window
-    found, expected = make_planner()(*arguments), make_plan_ref(*arguments)
+    found, expected = make_plan(*arguments), make_plan_ref(*arguments)
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
 
 
@@ -78,12 +78,12 @@ def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window
 def test_a_plan_of_long_contexts_does_not_overflow(device):
     positions = torch.full((40,), 2**28, dtype=torch.int32, device=device)
     positions[7], variant = -(2**31), Variant(16, 133, lead=4)
-    found, expected = make_planner()(positions, variant), make_plan_ref(positions, variant)
+    found, expected = make_plan(positions, variant), make_plan_ref(positions, variant)
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
 
 
 def test_whole_rows_need_no_plan():
-    for make in (make_planner(), make_plan_ref):
+    for make in (make_plan, make_plan_ref):
         plan = make(torch.tensor([5, 9], dtype=torch.int32), WHOLE, 4)
         assert plan.starts is None and plan.covers is None and not plan.variant.combine
 

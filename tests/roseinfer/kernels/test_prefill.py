@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.prefill import (
     BLOCK_M,
-    make_fastest_prefill_attention,
-    make_prefill_attention,
+    Launch,
+    prefill_attention,
     prefill_attention_ref,
     room_for,
 )
@@ -34,10 +35,7 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
 }
 TENSORS = ("q", "k_new", "v_new", "k_cache_layer", "v_cache_layer", "block_table")
-small_tiles, prefill_attention = (
-    make_prefill_attention(block_m=16, block_n=16),
-    make_fastest_prefill_attention(),
-)
+small_tiles = partial(prefill_attention, launch=Launch(16, 4, 3))
 
 
 @dataclass

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from rosellm.models.rope import Rotary
-from rosellm.roseinfer.kernels.rotary import make_position_heads, position_heads_ref, positioned_ref
-from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT
+from rosellm.roseinfer.kernels.rotary import position_heads, position_heads_ref, positioned_ref
 from tests.helpers import DTYPES, TRITON_DEVICES, bits
 from tests.roseinfer.kernels.kernel_checks import PLACES, assert_near, assert_replays_equal_ordinary_launches
 from tests.roseinfer.kernels.test_large_offsets import far_apart, interpreted
@@ -42,9 +41,9 @@ def assert_equals_spec(fused: Tensor, n_heads: int, positions: Tensor, rotary: R
     """q and k are the spec's; v, the positions and the weights stay as they are."""
     n_kv, theirs = (fused.shape[1] - n_heads) // 2, fused.clone()
     before, weights = positions.clone(), [None if x is None else x.clone() for x in rotary[:3]]
-    for position_heads, heads in ((make_position_heads(), fused), (position_heads_ref, theirs)):
+    for position, heads in ((position_heads, fused), (position_heads_ref, theirs)):
         q, k, _ = heads.split((n_heads, n_kv, n_kv), dim=1)
-        position_heads(q=q, k=k, positions=positions, rotary=rotary)
+        position(q=q, k=k, positions=positions, rotary=rotary)
     assert theirs.isfinite().all()
     assert_near(fused, theirs)
     assert torch.equal(bits(fused[:, -n_kv:]), bits(theirs[:, -n_kv:]))
@@ -121,9 +120,8 @@ def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(norms):
         fused.copy_(start * (1 + seed % 7) / 7)
 
     def chain(kernels) -> tuple[Tensor, ...]:
-        position_heads = make_position_heads(kernels is TRITON_DEPENDENT)
         for _ in range(2):
-            position_heads(q=q, k=k, positions=positions, rotary=rotary)
+            kernels.position_heads(q=q, k=k, positions=positions, rotary=rotary)
         return (fused.flatten(1),)
 
     assert_replays_equal_ordinary_launches(chain, refill)

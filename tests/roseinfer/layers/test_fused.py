@@ -20,11 +20,11 @@ from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, b
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
     NormedWeights,
+    PackedLinear,
     PackedProducts,
     SomeRowsProducts,
     _gelu_in_epilogue,
     can_pack,
-    packed_head,
 )
 from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
@@ -140,7 +140,7 @@ def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
 def test_a_packed_head_gives_the_models_logits(shape):
     model = random_model(6, small_config(**MODELS[shape]))
     hidden = torch.randn(5, model.config.d_model, generator=torch.Generator().manual_seed(0))
-    assert_near(packed_head(model)(hidden), model.logits(hidden))
+    assert_near(PackedLinear(model.lm_head.weight)(hidden), model.logits(hidden))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -427,6 +427,7 @@ def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
     assert {(bucket, mode) for bucket, mode, _ in engine.step.worker._steps} == {
         (8, "greedy"),
         (8, "drawn"),
+        (8, "filtered"),
         (8, "penalised"),
     }
     assert engine.step.worker.prompts._layer_runs == {}
