@@ -101,7 +101,7 @@ class TriedRung:
         if self.is_interpreted:
             print(self._untimed)
             return
-        rows = []
+        rows: list[list[Any]] = []
         for name, one in self.step_times.items():
             turns = [us for own in one.turns_us for us in own]
             rows.append([name, one.us, min(turns), max(turns)])
