@@ -136,6 +136,7 @@ def choose_by_mass(
     This includes rows without probabilities, where nothing comes before the first infinite logit. The tuple
     ``draws`` is the logit, score and token of each tile's draw.
     """
+    DRAWS: tl.constexpr = sizes.DRAWS  # in a loop, Triton 3.6 does not take an attribute for a constant
     scores = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
     tokens = tl.load(indices_ptr + tile, mask=inside, other=2147483647)
     maxima = tl.load(maxima_ptr + tile, mask=inside, other=float("-inf"))
@@ -144,10 +145,10 @@ def choose_by_mass(
     best = tl.max(maxima, axis=0)
     most = top_p * tl.sum(masses * tl.exp((maxima - best) / temperature), axis=0)
     row, draws = (logits_ptr, listed_ptr, maxima, tile, inside), (own, scores, tokens)
-    pivots, pivot_tokens = foreseen(logits_ptr, draws, sizes.DRAWS)
+    pivots, pivot_tokens = foreseen(logits_ptr, draws, DRAWS)
     n_chunks = sum_before(
         row, sums_ptr, n_sums, best, temperature, pivots, pivot_tokens,
-        tl.program_id(1), tl.num_programs(1), sizes, sizes.DRAWS,
+        tl.program_id(1), tl.num_programs(1), sizes, DRAWS,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
@@ -161,7 +162,7 @@ def choose_by_mass(
                 token = drawn_before_pivot(row, draws, pivot, token, amount, key, sizes)
                 pivot = tl.load(logits_ptr + token)
                 known = tl.zeros((), tl.int32)
-                for i in tl.static_range(1, sizes.DRAWS):
+                for i in tl.static_range(1, DRAWS):
                     known = tl.where(token == pivot_tokens[i], i, known)
                 n_summed = n_chunks
                 if known == 0:
