@@ -216,11 +216,7 @@ FAULTS = (
     Fault("pages", "page.html.j2", '<details class="code">', '<div class="code">', ("test_gallery.py",)),
     Fault("checker", "check_kernel.py", "exact)).any():", "exact)).all():", ("test_check_kernel.py",)),
     Fault(
-        "long cases",
-        "cached_cases.py",
-        "lengths[0] = case.cached",
-        "lengths[0] = 72",
-        ("test_long_kernels.py",),
+        "long cases", "makers.py", "lengths[0] = case.cached", "lengths[0] = 72", ("test_wrong_kernels.py",)
     ),
     Fault("diagnose", "rules.py", "(1 - 1 / times) * sum", "(1 / times) * sum", ("test_rules.py",)),
     Fault("fleet", "scale/plan.py", "/ (ends[n - fleet.most - 1]", "/ (ends[n - 1]", ("test_plan.py",)),
