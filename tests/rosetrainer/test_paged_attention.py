@@ -105,21 +105,25 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
 
 
+def random_shape(seed: int, head_dims: tuple[int, ...], block_sizes: tuple[int, ...]) -> dict:
+    """Arguments of ``make_case``: up to five rows, one of them without context."""
+    rng = random.Random(seed)
+    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice(block_sizes)
+    return {
+        "context_lens": [0, *(rng.randrange(4 * block_size) for _ in range(rng.randrange(5)))],
+        "n_heads": kv_heads * rng.choice((1, 2, 4)),
+        "n_kv_heads": kv_heads,
+        "head_dim": rng.choice(head_dims),
+        "block_size": block_size,
+        "seed": seed,
+    }
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_spec_is_softmax_attention_over_the_held_tokens_and_the_new_one(seed):
-    rng = random.Random(seed)
-    kv_heads = rng.choice((1, 2, 3))
-    case = make_case(
-        [0, *(rng.randrange(14) for _ in range(4))],
-        n_heads=kv_heads * rng.choice((1, 2, 4)),
-        n_kv_heads=kv_heads,
-        head_dim=rng.choice((8, 20, 32)),
-        block_size=rng.choice((1, 2, 4)),
-        seed=seed,
-    )
-    torch.testing.assert_close(
-        paged_attention_decode_ref(**case).double(), row_by_row(case), rtol=1e-5, atol=1e-5
-    )
+    case = make_case(**random_shape(seed, (8, 20, 32), (1, 2, 4)))
+    spec = paged_attention_decode_ref(**case).double()
+    torch.testing.assert_close(spec, row_by_row(case), rtol=1e-5, atol=1e-5)
 
 
 def test_the_spec_without_any_context_is_the_new_value():
@@ -140,19 +144,8 @@ def test_the_kernel_equals_the_spec(poisoned_outputs, head_dim, dtype, device):
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernel_equals_the_spec_over_random_shapes(poisoned_outputs, seed, device):
-    rng = random.Random(seed)
-    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice((2, 4, 16))
-    case = make_case(
-        [rng.randrange(4 * block_size) for _ in range(rng.randrange(1, 6))],
-        n_heads=kv_heads * rng.choice((1, 2, 4)),
-        n_kv_heads=kv_heads,
-        head_dim=rng.choice((16, 32, 48, 64)),
-        block_size=block_size,
-        dtype=rng.choice(DTYPES),
-        device=device,
-        seed=seed,
-    )
-    assert_equals_spec(paged_attention_decode, case)
+    shape, dtype = random_shape(seed, (16, 32, 48, 64), (2, 4, 16)), DTYPES[seed % len(DTYPES)]
+    assert_equals_spec(paged_attention_decode, make_case(**shape, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)

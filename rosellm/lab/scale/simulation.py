@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rosellm.bench.arrivals import Arrival, goodput, queue_over_time
 from rosellm.bench.record import distribution
 from rosellm.lab.records.serving_times import StepTimes
-from rosellm.lab.scale.replica import Replica, Request
+from rosellm.lab.scale.cluster import Fleet, simulate_cluster
+from rosellm.lab.scale.routers import fewest_tokens
 from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
@@ -26,16 +26,8 @@ def simulate(
     within the budgets of ``config``; tokens are delivered once the round's finished steps are collected. KV
     blocks never run out.
     """
-    in_order = sorted(arrivals, key=lambda arrival: arrival.seconds)
-    requests = [Request(number, *arrival) for number, arrival in enumerate(in_order)]
-    server, coming = Replica(times, config, max_batch_size), deque(requests)
-    while coming or server.is_busy:
-        if not server.is_busy:
-            server.now = max(server.now, coming[0].arrival)
-        while coming and coming[0].arrival <= server.now:
-            server.give(coming.popleft())
-        server.round()
-    return [RequestMetrics(one.arrival, token_times=one.token_times) for one in requests]
+    made = simulate_cluster(list(arrivals), Fleet(1, times, max_batch_size, config), fewest_tokens())
+    return [RequestMetrics(one.arrival, token_times=one.token_times) for one in made.requests]
 
 
 def simulated_run(

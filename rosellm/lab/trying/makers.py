@@ -237,8 +237,9 @@ def _silu_mul(case: Case, draw: Draw) -> Operands:
 
 def _product(case: Case, draw: Draw, rows: int) -> Operands:
     weight = draw.normal(case.outputs, case.width) * case.width**-0.5
+    x = _normal_rows(draw, rows, case.width)
     bias = draw.normal(case.outputs) if case.option % 3 != 2 else None
-    return _given(draw, case.dtype, x=_normal_rows(draw, rows, case.width), weight=weight, bias=bias)
+    return _given(draw, case.dtype, x=x, weight=weight, bias=bias)
 
 
 def _few_rows_linear(case: Case, draw: Draw) -> Operands:
