@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from textwrap import shorten
 
 from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
@@ -18,6 +19,7 @@ SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 OTHER_COPIES = ["*/*", "consolidated*"]  # of the weights, in other forms
+MOST_CHARACTERS = 300  # of the hub client's message
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -33,7 +35,7 @@ def checkpoint_folder(model: str) -> Path:
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
             f"model {describe(model)} is neither a local folder nor available from the hub; {WAYS_OUT} "
-            f"({describe(error)})"
+            f"({shorten(describe(error), MOST_CHARACTERS)})"
         ) from None  # a hundred lines of its client's, which say no more
 
 
