@@ -27,7 +27,6 @@ FLOORS = (
         "roseinfer/sampling",
         "roseinfer/outputs",
         "roseinfer/owned",
-        "roseinfer/profile_range",
         "roseinfer/kv_append_triton",
     ),
     ("roseinfer/cache/*",),

@@ -26,7 +26,6 @@ from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, PromptBuffer, room_of
 from rosellm.roseinfer.steps.cuda_graph import Graphs
@@ -35,7 +34,7 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, batch_bucket
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptLayout
 from rosellm.roseinfer.steps.prompts import PackedPrompts
 from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan
-from rosellm.roseinfer.steps.step import STEP_RANGE
+from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
 
 JOINED_TOKENS = 32, 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes

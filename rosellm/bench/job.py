@@ -21,7 +21,6 @@ from rosellm.bench.record import dtype_name
 from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
@@ -29,6 +28,7 @@ from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import one_each
+from rosellm.roseinfer.trial import kv_blocks_within_memory
 
 SPARE_KV_BLOCKS = 8
 

@@ -26,9 +26,8 @@ from rosellm.roseinfer.kernels.draw import draw, finite_only
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_ref
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence, commit_tokens
-from rosellm.roseinfer.steps.step import STEP_RANGE, warm_up
+from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range, warm_up
 
 BUILD_RANGE = f"{STEP_RANGE}.build_block_tables"
 H2D_RANGE = f"{STEP_RANGE}.h2d_block_tables"

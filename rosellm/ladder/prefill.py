@@ -14,9 +14,8 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.step import PREFILL_RANGE
+from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 
 # cuDNN's attention builds a new plan, which takes tens of milliseconds, for every new length.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -14,7 +14,6 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
-from rosellm.roseinfer.ranks.group import ALONE
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
 from rosellm.roseinfer.steps.resident import ResidentStep
@@ -92,7 +91,7 @@ def resident_step(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -
     blocks = parts["blocks"]
     replaced = {"bind": AppendThenAttend(kernels, blocks, model), "prompts": NothingCaptured()}
     worker = Worker(**parts | replaced)
-    call, state = ALONE.caller(worker), worker.state
+    call, state = worker.call, worker.state
     n_rows, width = state.table.shape
     planner = Planner(n_rows, width, state.ring.numpy(), blocks, call)
     prefill = Prefill(model, blocks, [0] * model.config.n_layers)

@@ -18,9 +18,9 @@ from rosellm.ladder.dense import BUILD_RANGE, H2D_RANGE, DecodeInputs, DecodeOut
 from rosellm.ladder.pools import SlotPool, Slots, Table
 from rosellm.models.attention import Attend
 from rosellm.roseinfer.cache.staging import StagingBuffer
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.planner import batch_bucket, batch_buckets
+from rosellm.roseinfer.steps.step import profile_range
 
 SWITCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND"
 MIN_BATCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"

@@ -15,7 +15,7 @@ from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.assembly import build_cache, build_step
-from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
+from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.layer_blocks import KVBlockManager
@@ -33,7 +33,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.text import IncrementalText
-from rosellm.roseinfer.trial import working_bytes
+from rosellm.roseinfer.trial import PREFILL_TOKENS, kv_blocks_within_memory, working_bytes
 
 __all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32

@@ -175,7 +175,7 @@ def start_ranks(n_ranks: int, load: Load) -> Leader:
 
 def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
     """Build every rank's engine over its part, with the same options; return rank 0's."""
-    leader.tell(options | {"warm_up": False})  # which rank 0's engine calls for
+    leader.send(options | {"warm_up": False})  # which rank 0's engine calls for
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
     graphs = engine.step.worker.graphs if isinstance(engine.step, ResidentStep) else None
@@ -228,7 +228,7 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
     engine = Engine(model, None, **follower.receive(), group=follower)
     with frozen_heap():
         assert isinstance(engine.step, ResidentStep)
-        follower.follow(engine.step.worker)
+        follower.follow(engine.step.worker.call)
     del engine
 
 

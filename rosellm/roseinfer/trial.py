@@ -1,13 +1,61 @@
-"""Measure an engine's GPU memory besides weights and KV cache, before the cache is allocated."""
+"""How many KV blocks fit in memory: on a GPU trial runs measure what else an engine needs there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.steps.step import Step
 
+CPU_KV_BYTES = 2 << 30
+GPU_CONTEXT_BYTES = 1 << 30  # captured graphs and library workspaces
+PREFILL_TOKENS = 16384  # per scheduler iteration
 DRIVER_BYTES = 2 << 20  # granularity of the driver's allocations
+
+
+def kv_blocks_within_memory(
+    gpt: Transformer,
+    wanted: int,
+    block_size: int,
+    n_rows: int = 256,
+    utilization: float = 0.9,
+    measure: Callable[[], int] | None = None,
+    least: Callable[[int], int] = int,
+) -> int:
+    """Return ``wanted`` blocks per layer, or the number that fits in memory; may be 0.
+
+    On a GPU, what fits is ``utilization`` of its memory, less what is in use (the weights) and the working
+    memory of steps with ``n_rows`` sequences and of their prefills; on a CPU it is ``CPU_KV_BYTES``. measure:
+    returns the working memory in bytes, and is called only if ``wanted`` takes more than half of the room;
+    None estimates it instead. least: see ``GPUMemory``.
+    """
+    block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
+    if gpt.device.type != "cuda":
+        return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
+    memory = GPUMemory(gpt.device, least)
+    if measure is not None and 2 * wanted * block_bytes <= _room(memory, utilization):
+        return wanted
+    try:
+        working = _estimated_bytes(gpt, n_rows) if measure is None else measure()
+    except torch.OutOfMemoryError:
+        return 0
+    return max(0, min(wanted, (_room(memory, utilization) - working) // block_bytes))
+
+
+def _room(memory: GPUMemory, utilization: float) -> int:
+    """Return the bytes of the ``utilization`` share that are not in use."""
+    memory.settle()
+    return int(utilization * memory.total) - (memory.total - memory.free)
+
+
+def _estimated_bytes(gpt: Transformer, n_rows: int) -> int:
+    """Estimate the bytes held at once by the largest prefill and by sampling for ``n_rows`` rows."""
+    config, size = gpt.config, gpt.dtype.itemsize
+    widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
+    return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4
 
 
 def working_bytes(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:

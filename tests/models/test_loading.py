@@ -18,9 +18,9 @@ from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype, stored_dtype
 from rosellm.models.weights import save_model
-from rosellm.roseinfer.cache import budget
-from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
+from rosellm.roseinfer import trial
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.trial import kv_blocks_within_memory
 from tests.fake_memory import FakeMemory
 from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
@@ -51,7 +51,7 @@ def test_engine_and_lab_load_the_same_weights():
 def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatch):
     gpt = random_model(0)
     block_bytes = 8 * gpt.config.kv_bytes_per_token(4)
-    monkeypatch.setattr(budget, "CPU_KV_BYTES", 10 * block_bytes + 1)
+    monkeypatch.setattr(trial, "CPU_KV_BYTES", 10 * block_bytes + 1)
     assert [kv_blocks_within_memory(gpt, wanted, 8) for wanted in (3, 10, 11)] == [3, 10, 10]
     assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 0
 
@@ -78,7 +78,7 @@ def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
     gpt = SimpleNamespace(device=torch.device("cuda"), config=small_config(), dtype=torch.float16)
     total = 64 << 30
     memory = FakeMemory(total, held=lambda: 0 if held() is None else total)
-    monkeypatch.setattr(budget, "GPUMemory", lambda *_: memory)
+    monkeypatch.setattr(trial, "GPUMemory", lambda *_: memory)
     assert kv_blocks_within_memory(gpt, 100, 8) == 100
 
 

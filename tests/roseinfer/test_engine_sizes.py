@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rosellm.errors import OptionError, PromptError, describe
-from rosellm.roseinfer.cache import budget
-from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
+from rosellm.roseinfer import trial
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.trial import kv_blocks_within_memory
 from tests.fake_memory import FakeMemory
 from tests.helpers import generate, random_model, random_prompts, small_engine
 
@@ -27,7 +27,7 @@ def room_for(monkeypatch):
 
     def leave(n_blocks: int) -> None:
         block_bytes = BLOCK * random_model(0).config.kv_bytes_per_token(4)
-        monkeypatch.setattr(budget, "CPU_KV_BYTES", n_blocks * block_bytes)
+        monkeypatch.setattr(trial, "CPU_KV_BYTES", n_blocks * block_bytes)
 
     return leave
 
@@ -93,7 +93,7 @@ def test_an_option_that_is_on_or_off_is_true_or_false_and_nothing_else(option, b
 
 
 def use_memory(monkeypatch, memory: FakeMemory) -> None:
-    monkeypatch.setattr(budget, "GPUMemory", lambda *_: memory)
+    monkeypatch.setattr(trial, "GPUMemory", lambda *_: memory)
 
 
 class FakeGPU:

@@ -171,7 +171,7 @@ def test_a_rank_that_dies_ends_the_other_three():
 @pytest.mark.slow
 def test_an_error_of_a_rank_is_told_by_its_words(llm):
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*no_such_command"):
-        llm.engine.group.tell(("no_such_command", []))
+        llm.engine.group.send(("no_such_command", []))
         llm.generate("import os", LONG, use_tqdm=False)
     assert not other_ranks()
 

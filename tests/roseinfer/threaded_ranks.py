@@ -33,7 +33,7 @@ def threaded_ranks(model: str, **options: Any) -> Iterator[tuple[Engine, list[En
             follower = Follower(Part(1, 2), theirs)
             follower.collectives = Collectives(connect(port), follower.part, CPU)
             others.append(Engine(load_parts(model, "cpu", part=follower.part)[0], **options, group=follower))
-            follower.follow(others[0].step.worker)
+            follower.follow(others[0].step.worker.call)
         except BaseException as error:
             errors.append(error)
             raise

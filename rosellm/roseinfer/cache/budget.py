@@ -1,27 +1,20 @@
-"""Budget of KV blocks per layer: how many fit in memory, are free, are promised and are needed."""
+"""Budget of KV blocks: how many are free, reserved for admitted sequences, and needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import torch
-
-from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
 
-CPU_KV_BYTES = 2 << 30
-GPU_CONTEXT_BYTES = 1 << 30  # captured graphs and library workspaces
-PREFILL_TOKENS = 16384  # per scheduler iteration
 STEPS_ENSURED = 16
 
 
 class BlockBudget:
-    """Free, promised and needed blocks of the KV cache; a block is of all layers.
+    """Free, reserved and needed blocks of the KV cache; a block is of all layers.
 
-    run_ahead: the most unfinished steps in flight, each with one token per sequence. ``promised``: blocks
+    run_ahead: the most unfinished steps in flight, each with one token per sequence. ``reserved``: blocks
     held once every admitted sequence has grown to its full length; may exceed the total.
     """
 
@@ -43,11 +36,11 @@ class BlockBudget:
 
     @property
     def unreserved(self) -> int:
-        """Blocks not promised to admitted sequences."""
+        """Blocks not reserved for admitted sequences."""
         return self.blocks.max_blocks_per_layer - self.reserved
 
     def reserve(self, sequence: Sequence) -> None:
-        """Count the blocks of a newly admitted sequence as promised."""
+        """Count the blocks of a newly admitted sequence as reserved."""
         self.reserved += self.max_blocks(sequence)
 
     def unreserve(self, sequence: Sequence) -> None:
@@ -118,45 +111,3 @@ class BlockBudget:
             return 0
         cloned = reserved % size > 0 and self.blocks.ref_count(held[-1]) > 1
         return blocks_for(length, size) - len(held) + cloned
-
-
-def kv_blocks_within_memory(
-    gpt: Transformer,
-    wanted: int,
-    block_size: int,
-    n_rows: int = 256,
-    utilization: float = 0.9,
-    measure: Callable[[], int] | None = None,
-    least: Callable[[int], int] = int,
-) -> int:
-    """Return ``wanted`` blocks per layer, or the number that fits in memory; may be 0.
-
-    On a GPU, what fits is ``utilization`` of its memory, less what is in use (the weights) and the working
-    memory of steps with ``n_rows`` sequences and of their prefills; on a CPU it is ``CPU_KV_BYTES``. measure:
-    returns the working memory in bytes, and is called only if ``wanted`` takes more than half of the room;
-    None estimates it instead. least: see ``GPUMemory``.
-    """
-    block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
-    if gpt.device.type != "cuda":
-        return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
-    memory = GPUMemory(gpt.device, least)
-    if measure is not None and 2 * wanted * block_bytes <= _room(memory, utilization):
-        return wanted
-    try:
-        working = _working_bytes(gpt, n_rows) if measure is None else measure()
-    except torch.OutOfMemoryError:
-        return 0
-    return max(0, min(wanted, (_room(memory, utilization) - working) // block_bytes))
-
-
-def _room(memory: GPUMemory, utilization: float) -> int:
-    """Return the bytes of the ``utilization`` share that are not in use."""
-    memory.settle()
-    return int(utilization * memory.total) - (memory.total - memory.free)
-
-
-def _working_bytes(gpt: Transformer, n_rows: int) -> int:
-    """Estimate the bytes held at once by the largest prefill and by sampling for ``n_rows`` rows."""
-    config, size = gpt.config, gpt.dtype.itemsize
-    widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
-    return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4

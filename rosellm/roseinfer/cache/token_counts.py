@@ -15,8 +15,8 @@ class TokenCounts:
     """Rows of a table ``[S, V]`` int32 on the device, one for each request that has penalties.
 
     An entry is twice the token's number of occurrences in the output, plus 1 if it is in the prompt. The last
-    output token is not included; a step counts it as it begins (``penalties.count_tokens``). call: runs a
-    method of the worker, which holds the table.
+    output token is not included; a step counts it as it begins (``penalties.count_tokens``). call:
+    ``Worker.call``; the worker holds the table.
     """
 
     def __init__(self, n_rows: int, call: Call) -> None:

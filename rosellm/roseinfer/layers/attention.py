@@ -72,13 +72,13 @@ class AppendAndAttend(Binder):
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         super().__init__(kernels, blocks, model)
         self.rotary = [model.rotary(layer) for layer in range(self.config.n_layers)]
-        on_gpu = model.device.type == "cuda"
+        self.group, on_gpu = self.config.group, model.device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
         c, window = self.config, self.config.window or longest
         seen, mean = min(longest, window), min(mean, window)
-        return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim, mean))
+        return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, self.group, c.head_dim, mean))
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
         plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window)

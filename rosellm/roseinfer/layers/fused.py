@@ -124,4 +124,5 @@ def build_layers(
         return lambda rows: packed
     some = FusedLayers(model, SomeRowsProducts(model, kernels), kernels)
     layers: dict[str, Layers] = {"few": FewRowsLayers(model, kernels), "some": some, "library": library}
-    return lambda rows: layers[fastest_products(rows, model.config.n_layer_parameters)]
+    parameters = model.config.n_layer_parameters
+    return lambda rows: layers[fastest_products(rows, parameters)]

@@ -42,7 +42,7 @@ def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
     return found
 
 
-def tell(sequences: list[Sequence], likely: list[Likely | None]) -> None:
+def add_likely(sequences: list[Sequence], likely: list[Likely | None]) -> None:
     """Append the latest tokens' logprobs to the sequences that requested them."""
     for sequence, own in zip(sequences, likely, strict=True):
         if sequence.logprobs is not None and own is not None:

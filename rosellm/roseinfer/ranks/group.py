@@ -15,7 +15,7 @@ from torch import Tensor
 from rosellm.models.part import WHOLE, Part
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 
-Call = Callable[..., Any]  # a method's name, and its arguments
+Call = Callable[..., Any]  # ``Worker.call``: a method's name, and its arguments
 
 
 class Group(Protocol):
@@ -25,8 +25,8 @@ class Group(Protocol):
     def part(self) -> Part:
         """This rank's part of the model."""
 
-    def caller(self, worker: object) -> Call:
-        """Return a function that runs a method of ``worker`` by name, and the same on every other rank.
+    def on_all(self, call: Call) -> Call:
+        """Return a function that makes a worker's ``call`` here and on every other rank.
 
         Its arguments are numbers, strings and arrays; it returns what this rank's worker returns.
         """
@@ -57,9 +57,9 @@ class Alone:
 
     part: Part = WHOLE
 
-    def caller(self, worker: object) -> Call:
-        """Return a function that runs a method of ``worker`` by name."""
-        return lambda name, *arguments: getattr(worker, name)(*arguments)
+    def on_all(self, call: Call) -> Call:
+        """Return ``call``: there is no other rank."""
+        return call
 
     def check(self) -> None:
         """Do nothing: there is no other rank that could fail."""

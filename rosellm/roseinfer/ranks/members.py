@@ -13,7 +13,7 @@ from torch import Tensor
 from rosellm.errors import RankError, RoseError, describe
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.collectives import Collectives
-from rosellm.roseinfer.ranks.group import ALONE, Call
+from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.roseinfer.ranks.watch import Watch
 
@@ -57,9 +57,9 @@ class Follower(_Member):
         super().__init__(part)
         self._pipe, self.is_busy, self.is_waiting = pipe, False, False
 
-    def caller(self, worker: object) -> Call:
-        """See ``group.Group``; only rank 0 calls."""
-        return ALONE.caller(worker)
+    def on_all(self, call: Call) -> Call:
+        """See ``group.Group``; only rank 0 calls the others."""
+        return call
 
     def summed(self, x: Tensor) -> Tensor:
         """See ``group.Ranks``."""
@@ -80,15 +80,15 @@ class Follower(_Member):
         """Receive rank 0's next message; raises ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
-    def follow(self, worker: object) -> None:
-        """Run rank 0's calls on ``worker`` until rank 0 closes the pipe."""
+    def follow(self, call: Call) -> None:
+        """Make rank 0's calls on this rank's worker until rank 0 closes the pipe."""
         while True:
             try:
                 name, arguments = self.receive()
             except EOFError:
                 return
             self.is_busy = True
-            getattr(worker, name)(*arguments)
+            call(name, *arguments)
             self.is_busy = False
 
     def _with_others(self, run: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -109,18 +109,17 @@ class Leader(_Member):
         super().__init__(part)
         self._pipes, self._watch, self._end = pipes, watch, end
 
-    def caller(self, worker: object) -> Call:
+    def on_all(self, call: Call) -> Call:
         """See ``group.Group``."""
-        run = ALONE.caller(worker)
 
-        def call(name: str, *arguments: Any) -> Any:
-            self.tell((name, arguments))
+        def call_all(name: str, *arguments: Any) -> Any:
+            self.send((name, arguments))
             with self.guarded():
-                return run(name, *arguments)
+                return call(name, *arguments)
 
-        return call
+        return call_all
 
-    def tell(self, what: Any) -> None:
+    def send(self, what: Any) -> None:
         """Send ``what``, pickled, to all other ranks; messages arrive in order."""
         self.check()
         message = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)

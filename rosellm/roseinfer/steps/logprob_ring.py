@@ -1,4 +1,4 @@
-"""Log-probabilities of new tokens: found on the device after a step, for who asks, and read later."""
+"""Log-probabilities of new tokens, if requested: found on the device after a step, and read later."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIZES = 1, 16, 64  # rows of a run; more rows take several, so that their logits
 
 
 class LogprobRing:
-    """What ``likely_tokens`` tells of the latest rounds of every row, ``[ROUNDS, S, W]`` on the device.
+    """``likely_tokens`` of the latest rounds of every row, ``[ROUNDS, S, W]`` on the device.
 
-    A row's of its round r, modulo ROUNDS, are at ``[r, row]``, like its token in the state's ring. They are
-    found by runs of their own, so that a step in which nobody asks is not a kernel longer. logits: final
+    Those of a row's round r are at ``[r % ROUNDS, row]``, like its token in the state's ring. Runs of their
+    own find them, so that a step without such requests has no kernel more. logits: final
     hidden states ``[n, C]`` of that dtype → ``[n, V]``. graphs: captures the runs; None: each kernel is
     launched from Python.
     """
@@ -72,13 +72,13 @@ class LogprobRing:
     def warm_ups(self) -> list[Callable[[], object]]:
         """See ``step.Step.warm_ups``."""
         sizes = SIZES if self._graphs is not None else ()
-        return [partial(self._find_for_nobody, size) for size in sizes]
+        return [partial(self._find_inert, size) for size in sizes]
 
     def _run(self, size: int) -> Callable[[], object]:
         if size not in self._runs:
             run: Callable[[], object] = partial(self._find, size)
             if self._graphs is not None:
-                run = self._graphs.capture(run, partial(self._find_for_nobody, size))
+                run = self._graphs.capture(run, partial(self._find_inert, size))
             self._runs[size] = run
         return self._runs[size]
 
@@ -89,9 +89,9 @@ class LogprobRing:
         host[:, len(columns[0]) :] = [[0], [0], [ROUNDS]]
         return self._staging.send(self._inputs)
 
-    def _find_for_nobody(self, size: int) -> None:
-        nobody = np.zeros(0, np.int64)
-        self._send(size, nobody, nobody, nobody)
+    def _find_inert(self, size: int) -> None:
+        no_rows = np.zeros(0, np.int64)
+        self._send(size, no_rows, no_rows, no_rows)
         self._find(size)
 
     def _find(self, size: int) -> None:

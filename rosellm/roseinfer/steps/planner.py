@@ -69,8 +69,8 @@ def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
 class Planner:
     """The rows of the device state, as they will be once all begun steps have ended.
 
-    width: blocks in a row's table. ring: see ``DeviceState``. call: runs a method of the
-    worker, on every rank. left: tokens that a row may still be asked for; position: cached tokens; reserved:
+    width: blocks in a row's table. ring: see ``DeviceState``. call: ``Worker.call``, on
+    every rank. left: tokens that a row may still be asked for; position: cached tokens; reserved:
     tokens with reserved KV slots; round: its place in the ring. Each is int64 ``[S]``.
     """
 

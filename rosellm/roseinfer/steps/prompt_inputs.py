@@ -140,7 +140,7 @@ class PromptInputs(Generic[A]):
     device state; rows ``[B, FIELDS + W]``, what that row becomes. Then ids, positions ``[N]`` and columns
     ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places
     whose slot is the state's spare row. Each part starts at a multiple of 16 bytes, whatever the shape:
-    Triton compiles a kernel anew for pointers that do not.
+    Triton compiles a kernel again for pointers that do not.
     """
 
     last: A

@@ -9,13 +9,12 @@ import numpy as np
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import pieces_for, tile_columns
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs
-from rosellm.roseinfer.steps.step import PREFILL_RANGE
+from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
 
 

@@ -23,14 +23,13 @@ from torch import Tensor
 from rosellm.errors import RoseError
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import ROUNDS
-from rosellm.roseinfer.layers.logprobs import likely_of, tell
+from rosellm.roseinfer.layers.logprobs import add_likely, likely_of
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Call, Group
 from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch, Planner, batch_bucket
 from rosellm.roseinfer.steps.prompts import PackedPrompts, Prompts
-from rosellm.roseinfer.steps.step import STEP_RANGE
+from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Clock, Worker
 
 RUN_AHEAD = 3
@@ -61,7 +60,7 @@ class ResidentStep:
     """Plans on the host, runs on the device, and collects tokens later; for one engine and one thread.
 
     planner: who has which row and block. prompts: caches prompts and chooses their first tokens. worker: what
-    runs on the device; call: runs its methods on every rank of ``group``.
+    runs on the device; call: ``worker.call`` on every rank of ``group``.
     """
 
     run_ahead = RUN_AHEAD
@@ -82,7 +81,7 @@ class ResidentStep:
     @classmethod
     def on(cls, worker: Worker, model: Transformer, group: Group = ALONE) -> Self:
         """Build the step that plans for ``worker``, and for the like worker of every rank of ``group``."""
-        call = group.caller(worker)
+        call = group.on_all(worker.call)
         ring, (n_rows, width) = worker.state.ring.numpy(), worker.state.table.shape
         planner = Planner(n_rows, width, ring, worker.blocks, call)
         if group is not ALONE:
@@ -271,4 +270,4 @@ class ResidentStep:
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
         own = [sequences[i] for i in there]
         read = self.worker.logprobs.read(begun.rounds[there], begun.batch.indices[there])
-        tell(own, likely_of(read, own))
+        add_likely(own, likely_of(read, own))

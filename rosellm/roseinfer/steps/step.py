@@ -1,12 +1,14 @@
-"""The interface of a step to the engine, and its warm-up."""
+"""The interface of a step to the engine, its warm-up, and its named ranges in profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from tqdm import tqdm
 
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
@@ -16,6 +18,15 @@ from rosellm.roseinfer.request import Sequence
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
 PREFILL_RANGE = "roseinfer.prefill_sessions"
+_NO_RANGE = nullcontext()
+
+
+def profile_range(name: str) -> AbstractContextManager[object]:
+    """Return ``torch.profiler.record_function(name)`` if a profiler is active, else a null context.
+
+    A ``record_function`` costs microseconds of host time even when no profiler is active.
+    """
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
 
 
 class Step(Protocol):

@@ -1,7 +1,7 @@
 """The device's side of the resident step: state, layers, the choice of tokens, and their CUDA graphs.
 
-Rank 0's planner calls a worker's methods by name, with numbers, strings and arrays (``group.Group.caller``);
-every rank has a worker, which runs the same calls in the same order. Nothing here waits for the device.
+Rank 0's planner calls a worker's methods by name, with numbers, strings and arrays; every rank has a worker,
+which runs the same calls in the same order. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,6 +89,10 @@ class Worker:
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
         self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
         self.hidden: Tensor | None = None
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Run the method ``name``; its arguments are numbers, strings and arrays, for other ranks too."""
+        return getattr(self, name)(*arguments)
 
     # Called by name, on every rank.
 
