@@ -42,9 +42,10 @@ LARGEST_SIZE = 2**31 - 1  # device counters are int32
 class Engine(Owned):
     """Runs sequences, one prefill or decode step at a time; the scheduler decides who runs when.
 
-    A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected (``engine.step.collect``): a
-    step that runs on its own on the device delivers its tokens later. :meth:`prefill` and :meth:`decode` do
-    both. Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and ``prefix_cache`` (or None).
+    A step is begun by :meth:`begin_prefill` or :meth:`begin_decode` and collected by ``engine.step.collect``,
+    since a step that runs on its own on the device delivers its tokens later. :meth:`prefill` and
+    :meth:`decode` do both. Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and
+    ``prefix_cache`` (or None).
 
     recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size: the
     most sequences that decode together. max_model_len: the most tokens of a request, prompt and output; None
@@ -281,7 +282,7 @@ class Engine(Owned):
 
     @property
     def _rehearsed_tokens(self) -> int:
-        """Tokens of a prefill that is not captured, or the most there may be."""
+        """Tokens of the smallest prefill that is not captured, or of the largest one there can be."""
         return min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)
 
     def _finish(self) -> None:
@@ -289,7 +290,10 @@ class Engine(Owned):
             pass
 
     def _default_kv_blocks(self, utilization: float) -> int:
-        """Raise ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
+        """Return the default number of KV blocks.
+
+        Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits.
+        """
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
         measure = self._working_bytes if isinstance(self.recipe, Recipe) else None  # trials use inert inputs

@@ -15,9 +15,9 @@ EXHIBITS = Path(__file__).parents[2] / "notebooks" / "exhibits"
 def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
-    A recipe that names it calls two functions of it: ``check_serves(config)``, which raises ``RecipeError``
-    for a model that it cannot run, and ``build_step(model, kernels, **parts)``, which returns the
-    resident step on a ``Worker`` made of these parts. Raises ``RecipeError`` if there is no such file.
+    The module must define two functions: ``check_serves(config)``, which raises ``RecipeError`` for a model
+    that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a resident step on a
+    ``Worker`` made of these parts. Raises ``RecipeError`` if there is no such file.
     """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:

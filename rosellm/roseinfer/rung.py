@@ -9,7 +9,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 
 class Rung:
-    """A way to decode: what it is called, and what it can do. Each check passes unless it is overridden."""
+    """A way to decode: its variant on every axis, and what it supports. Checks pass unless overridden."""
 
     launch: str
     numerics: str = "fast"
@@ -32,11 +32,11 @@ class Rung:
         """Raise ``RecipeError``, with the reason, if it cannot run on ``n_ranks`` ranks."""
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
-        """Raise ``RecipeError``, with the reason, if ranks with these kernels cannot all-reduce so."""
+        """Raise ``RecipeError``, with the reason, if its all-reduce does not work with these kernels."""
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise ``SamplingError`` if it cannot generate so."""
+        """Raise ``SamplingError`` if it does not support these parameters."""
 
     def invariant(self) -> Rung:
-        """Return it with a fixed summation order; raise ``RecipeError`` if there is none."""
+        """Return the variant with a fixed summation order; raise ``RecipeError`` if there is none."""
         raise NotImplementedError

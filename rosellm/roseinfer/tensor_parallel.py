@@ -99,7 +99,10 @@ def load_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> Loaded:
-    """Load the model on ``n_ranks`` ranks for one engine of that recipe; raises like :func:`load_engine`."""
+    """Load the model on ``n_ranks`` ranks that will form one engine; raises like :func:`load_engine`.
+
+    recipe, deterministic, kernels: options of that engine, checked before any rank starts.
+    """
     check_ranks(n_ranks, load, recipe, deterministic, kernels)
     if n_ranks == 1:
         return Loaded(Engine, *load.part(WHOLE))

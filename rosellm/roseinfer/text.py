@@ -35,7 +35,7 @@ class IncrementalText:
             self._absorb(piece)
 
     def take(self) -> str:
-        """Return the final text not taken before."""
+        """Return the text that has become final since the last call."""
         new = "".join(self._pieces)
         self._pieces.clear()
         self._taken.append(new)

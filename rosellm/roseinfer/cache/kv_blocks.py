@@ -152,7 +152,7 @@ class KVBlocks:
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """Reserve a slot for a token of every list, and write its key and value ``[B, H, D]``."""
+        """Reserve a slot for one new token of each sequence, and write its key and value ``[B, H, D]``."""
         self._check_room(sum(self._needs_block(block_ids) for block_ids in block_ids_list))
         for block_ids in block_ids_list:
             self.reserve_prompt(block_ids, 1)

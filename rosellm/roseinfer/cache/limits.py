@@ -11,7 +11,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits an engine puts on a request, usable without the engine.
+    """An engine's limits on a request, which can be checked without the engine.
 
     n_positions: the model's; max_model_len: the most tokens of a request, prompt and output; num_kv_blocks:
     blocks per layer, of ``block_size`` tokens each.

@@ -44,7 +44,7 @@ class PeerMemory:
 
 
 def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
-    """On a CPU: map each rank's bytes from a file in shared memory.
+    """Share CPU memory: map each rank's bytes from a file.
 
     The files are unlinked once all ranks have mapped them.
     """
@@ -65,9 +65,9 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
 def share_gpus(
     store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
 ) -> PeerMemory:
-    """On GPUs: torch's symmetric memory, without NVLink multicast; returns after all ranks have met.
+    """Share GPU memory by torch's symmetric memory, without NVLink multicast; wait for all ranks.
 
-    backend: any backend of the ranks, since torch requires a group to have one.
+    backend: any process-group backend of these ranks; torch requires a group to have one.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
 

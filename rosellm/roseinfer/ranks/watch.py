@@ -29,9 +29,9 @@ Beats = Any  # a shared int64 array, one counter per rank
 
 
 class _Counts:
-    """Counts how many polls each rank's counter has been unchanged.
+    """Counts for how many polls in a row each rank's counter has stayed the same.
 
-    is_stopped: True if the process is stopped (SIGSTOP), so that a missing first heartbeat counts as a hang.
+    is_stopped: whether a rank's process is stopped (SIGSTOP); if so, a missing first heartbeat is a hang.
     """
 
     def __init__(self, beats: Beats, ranks: range, is_stopped: Callable[[int], bool]) -> None:

@@ -56,7 +56,7 @@ def check_prompts(prompts: object) -> None:
 def each_encoded(
     encode_many: Callable[[Sequence[str | list[int]]], list[list[int]]], prompts: Sequence[str | list[int]]
 ) -> list[list[int]]:
-    """Encode the prompts with ``encode_many``; a ``PromptError`` names which of several is bad."""
+    """Encode the prompts with ``encode_many``; a ``PromptError`` names the bad one of several."""
     try:
         return encode_many(prompts)
     except PromptError:
@@ -71,7 +71,7 @@ def each_made(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
 ) -> list[T]:
-    """Call ``make`` for each prompt and its parameters; a ``PromptError`` names which of several is bad."""
+    """Call ``make`` for each prompt and its parameters; a ``PromptError`` names the bad one of several."""
     made = []
     for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         with _numbered(index, len(prompts)):

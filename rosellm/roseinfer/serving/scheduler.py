@@ -102,10 +102,10 @@ class OnlineScheduler:
     counts these). In fp32 it gets the same tokens; in 16 bits near-ties may resolve differently, unless the
     engine is deterministic.
 
-    A request that gets no token from a step ends alone, as "failed". If the engine raises in :meth:`step`,
-    all active sequences free their blocks and end as "failed", and the error propagates to the caller;
-    waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not thread-safe,
-    and the only user of its engine while it has active sequences.
+    A request whose logits give no token ends as "failed"; the others go on. If the engine raises in
+    :meth:`step`, all active sequences free their blocks and end as "failed", and the error propagates to the
+    caller; waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not
+    thread-safe, and the only user of its engine while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -271,7 +271,7 @@ class OnlineScheduler:
         return len(sequences)
 
     def _preempt_for(self, needs: dict[Sequence, int]) -> None:
-        """Preempt the youngest until the others have the blocks they need; the oldest always stays."""
+        """Preempt the youngest sequences until the others have the blocks they need; never the oldest."""
         needed = sum(needs.values())
         running = sorted(self._active + self._prefilling, key=lambda sequence: sequence.request_id)
         while len(running) > 1 and not self.engine.budget.make_room(needed):

@@ -38,16 +38,16 @@ class WorkerError(RoseError):
 
 
 class StreamingManager:
-    """Serves requests from any thread with one worker thread, which alone runs the engine.
+    """Accepts requests from any thread; one worker thread runs the engine for all of them.
 
     engine: an ``Engine``, several as one (``Replicas``), or an ``LLM``. It is reserved until :meth:`close`;
     raises ``BusyError`` if it is already in use.
 
-    Coroutines read with :meth:`stream`; threads with :meth:`stream_text`, or one thread for many requests
+    Coroutines read with :meth:`stream`, threads with :meth:`stream_text`; one thread can read many requests
     from an inbox. Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece
-    never contains part of a stop string. Waking a reader takes time from the worker, so those of single
-    requests take turns after their first piece, one per ``READER_S``: after every step for a few readers,
-    every 20 ms for 256. Queues are unbounded, so a reader that stops reading blocks no one.
+    never contains part of a stop string. Waking a thread takes time from the worker. Threads that read one
+    request each are therefore woken in turn, one per ``READER_S``: with a few readers each gets text after
+    every step, with 256 every 20 ms. Queues are unbounded: a reader that stops reading delays no other.
 
     Text prompts are tokenized in the caller's thread, or by ``tokenize_workers`` threads, whose errors reach
     the reader. If the model produces no valid token for a request, its reader gets a ``SamplingError``. If
@@ -319,7 +319,7 @@ class StreamingManager:
                 self._running[self._scheduler.submit(sequence)] = stream
 
     def _deliver_due(self, sequences: list[Sequence]) -> None:
-        """Deliver the text of the sequences that were stepped, and of readers whose turn it is."""
+        """Deliver the text of sequences that got tokens, and of readers whose turn it is."""
         if sequences is not self._sequences:  # usually the same list step after step
             self._sequences, self._stepped = sequences, [self._running[s.request_id] for s in sequences]
         now = perf_counter()
@@ -334,7 +334,7 @@ class StreamingManager:
         self._take_turns(now)
 
     def _take_turns(self, now: float) -> None:
-        """Deliver to the next readers for whom text is due, one per ``READER_S`` since the last call."""
+        """Deliver due text to the next readers, one for every ``READER_S`` since the last call."""
         readers = self._readers
         self._turns = min(self._turns + (now - self._turns_at) / READER_S, len(readers))
         self._turns_at = now

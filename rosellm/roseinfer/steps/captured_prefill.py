@@ -1,4 +1,4 @@
-"""Prefill without the host: one copy, and the prompts are cached and their first tokens chosen.
+"""Prefill by CUDA graphs: after one copy the device caches the prompts and chooses their first tokens.
 
 There are two kinds of graph, replayed one after the other: the layers, for a bucket of tokens, and the choice
 of first tokens, for a number of places and a mode. In one graph every combination would be needed, three
@@ -32,9 +32,10 @@ PLACES = 1, 16, 64, 256
 
 
 def bucket_of(n_tokens: int) -> int:
-    """The captured run that serves ``n_tokens``: powers of two to 256, multiples of 128 to 1,024, then fewer.
+    """Return the number of tokens of the captured run that serves ``n_tokens``.
 
-    Of many tokens those that pad take as long as others.
+    Powers of two up to 256, then multiples of 128, of 256 and of 512: in a large run, padding takes as long
+    as tokens do.
     """
     for limit, step in ((256, None), (1024, 128), (2048, 256)):
         if n_tokens <= limit:
@@ -43,7 +44,7 @@ def bucket_of(n_tokens: int) -> int:
 
 
 def places_for(n_sequences: int) -> int:
-    """The captured choice of first tokens that serves ``n_sequences``, at most ``PLACES[-1]``."""
+    """Return the places of the captured run that chooses the first tokens of ``n_sequences``."""
     return next(places for places in PLACES if n_sequences <= places)
 
 
@@ -51,7 +52,7 @@ LayerSize = tuple[int, Tiling]  # tokens, and whose tiles
 
 
 def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
-    """The captured run of the layers that serves so many; in pieces, of at least a tile."""
+    """Return the captured run of the layers that serves these tokens; one in pieces has at least a tile."""
     tokens = bucket_of(n_tokens)
     if in_pieces:
         return max(tokens, BLOCK_M), "pieces"
@@ -59,7 +60,7 @@ def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
 
 
 def room_of(model: Transformer, most_positions: int) -> int:
-    """Tiles and pieces of tiles that the model's GPU runs at once; 0 where no prefix is worth cutting."""
+    """Return how many tiles the GPU runs at once; 0 if no prefix is long enough to cut into pieces."""
     if model.device.type != "cuda" or most_positions <= LONG_PREFIX:
         return 0
     num_sms, c = torch.cuda.get_device_properties(model.device).multi_processor_count, model.config
@@ -75,12 +76,12 @@ class PromptBuffer:
         self.words = torch.zeros(layout.largest.words, dtype=torch.int32, device=device)
 
     def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
-        """Return what a run of the layers reads, however many of the places are sent."""
+        """Return the inputs of the layers; they lie at the same addresses for every number of places."""
         inputs = self._inputs(self.layout.shape(tokens, self.layout.most_places))
         return replace(inputs, columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
-        """Return what a choice of first tokens reads, whatever the number of tokens."""
+        """Return the inputs for choosing first tokens; they are the same for every number of tokens."""
         return self._inputs(self.layout.shape(1, places))
 
     def send(self, words: np.ndarray, tokens: int, places: int) -> None:
@@ -92,7 +93,7 @@ class PromptBuffer:
         self.send(self.packed.inert(self.layout.shape(tokens, places)), tokens, places)
 
     def inertly(self, tokens: int, places: int, run: Callable[[], object]) -> None:
-        """Call ``run`` with such inputs."""
+        """Send inert inputs, then call ``run``."""
         self.send_inert(tokens, places)
         run()
 
@@ -101,11 +102,11 @@ class PromptBuffer:
 
 
 class CapturedPrefill:
-    """What ``packed`` does, padded with inert tokens and places, and replayed.
+    """Replays the work of ``packed`` from CUDA graphs, with inert tokens and places as padding.
 
-    Launching its kernels takes the host longer than running them takes the GPU. More than ``most_tokens``
-    tokens (``CAPTURED_TOKENS``, or fewer if no prefill has more), or ``PLACES[-1]`` sequences, are left to
-    ``packed``. All graphs read one buffer. room: see :func:`room_of`; 0: keys are never cut.
+    Launching the kernels of a prefill takes the host longer than running them takes the GPU. A prefill of
+    more than ``most_tokens`` tokens or ``PLACES[-1]`` sequences is left to ``packed``. All graphs read one
+    buffer. room: see :func:`room_of`; with 0, keys are never cut into pieces.
     """
 
     def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0) -> None:
@@ -121,7 +122,7 @@ class CapturedPrefill:
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
 
     def takes(self, n_tokens: int, n_prompts: int) -> bool:
-        """Return whether a captured run is large enough."""
+        """Return whether there is a captured run for this many tokens and prompts."""
         return n_tokens <= self.most_tokens and n_prompts <= self.layout.most_places
 
     @property
@@ -166,9 +167,9 @@ class CapturedPrefill:
         return self.packed.rehearsals(n_tokens)
 
     def _layer_sizes(self) -> list[LayerSize]:
-        """Of the captured runs of the layers, those of the most tokens first.
+        """Return the sizes of all captured runs of the layers, the most tokens first.
 
-        Tiles are in pieces if there may be fewer of them than there is room for.
+        Runs in pieces exist only for sizes that leave room to cut their tiles.
         """
         most_in_pieces = min(self.most_tokens, (self.layout.room - 1) * BLOCK_M)
         tokens, most_prompts = range(1, self.most_tokens + 1), self.spare
@@ -177,7 +178,7 @@ class CapturedPrefill:
         return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
-        """Places and mode of the captured choices of first tokens, the most places first."""
+        """Return places and mode of every captured choice of first tokens, the most places first."""
         most = places_for(min(self.spare, PLACES[-1]))
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
@@ -196,7 +197,7 @@ class CapturedPrefill:
         return self._token_runs[places, mode]
 
     def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
-        """Warmed up with inert inputs, which write nothing but the spare row."""
+        """Capture ``run`` after a warm-up with inert inputs, which write nothing but the spare row."""
         self.buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: in what memory they are captured, and how."""
+"""Capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GraphPool = Any  # torch's handle
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps 32 MiB for each stream that it was ever called on."""
+    """Return the one stream for all captures: cuBLAS keeps 32 MiB for every stream that it is called on."""
     return torch.cuda.Stream()
 
 
 class Graphs:
-    """Captures the runs of one engine, in memory that they share; ``count``: how many so far.
+    """Captures the runs of one engine in shared memory; ``count``: the number of graphs so far.
 
     Graphs run one after the other: each keeps its own outputs, but may reuse another's intermediates.
     """
@@ -43,13 +43,13 @@ class Graphs:
         return record_graph(run, warm_up, self._pool, graph)
 
     def reset(self) -> None:
-        """Destroy all, as what they have captured of other libraries is about to be; none may run again."""
+        """Destroy all graphs; call it before the communicators they have captured are destroyed."""
         for graph in self._captured:
             graph.reset()
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """None on a CPU, which has no graphs."""
+    """Return a new :class:`Graphs`, or None on a CPU."""
     return Graphs() if device.type == "cuda" else None
 
 
@@ -59,12 +59,11 @@ def record_graph(
     pool: GraphPool | None = None,
     graph: torch.cuda.CUDAGraph | None = None,
 ) -> Callable[[], T]:
-    """A CUDA graph of ``run``: each call replays it and returns the tensors it was captured with.
+    """Capture ``run`` in a CUDA graph; return a function that replays it and returns the captured outputs.
 
-    Before capture, ``warm_up`` compiles and tunes the kernels of ``run``; None: they have all run before.
-    graph: what is captured, a new one. Only calls from this thread can invalidate the capture; other threads
-    are not restricted. ``torch.cuda.graph`` would also wait for the device and return unused memory to it,
-    for every graph.
+    warm_up: runs the same kernels before the capture, which compiles and tunes them; None if all have run
+    before. graph: captures into this empty graph. Other threads may use CUDA during the capture. Unlike
+    ``torch.cuda.graph``, this neither waits for the device nor returns unused memory to it.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -30,9 +30,9 @@ from rosellm.roseinfer.steps.prompt_inputs import (
 
 
 class PackedPrefill:
-    """Caches tokens with a kernel that attends and writes keys and values at once; needs a shared pool.
+    """Caches packed prompts, with one kernel a layer that attends and writes keys and values.
 
-    state: as its last row, a spare one, which unused places write. layers_for: number of tokens → layers.
+    state: its last row is a spare one, written by unused places. layers_for: number of tokens → layers.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class PackedPrefill:
         return hidden if mode is None else self.first_tokens(inputs, hidden, mode)
 
     def captures(self) -> list[Callable[[], object]]:
-        """Nothing is captured."""
+        """Return an empty list: nothing is captured."""
         return []
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """Nothing is captured."""
+        """Return an empty list: nothing is captured."""
         return []
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
@@ -87,7 +87,7 @@ class PackedPrefill:
         return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs, in_pieces))
 
     def bind(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Attend:
-        """Attention of these tokens, which also stores them; a tile's table row is one of the places."""
+        """Return the attention of these tokens, which also caches them."""
         tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces), self.model.config
         table = self.state.of(inputs.rows).table
 
@@ -109,7 +109,7 @@ class PackedPrefill:
         return attend
 
     def first_tokens(self, inputs: PromptInputs[Tensor], hidden: Tensor, mode: str) -> Tensor:
-        """Write the rows, choose their tokens and advance them; hidden states ``[B, C]`` of last tokens."""
+        """Write the rows, choose their tokens, advance them; return hidden states ``[B, C]``."""
         chosen = hidden[inputs.last]
         self.state.rows.index_copy_(0, inputs.slots, inputs.rows)
         self.next_tokens(chosen, self.state.of(inputs.rows), mode, self.state, inputs.slots)

@@ -1,6 +1,6 @@
-"""The host's plan of the resident step: which sequence has which row, how far it is, what it may write.
+"""The host's plan of the resident step: which sequence has which row, and how many tokens it has cached.
 
-Integers only: every change of the device is a command of :class:`worker.Worker`.
+Integers only: the device changes only by calls of :class:`worker.Worker`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Planner:
         return self._running
 
     def attach(self, sequences: list[Sequence], positions: list[int]) -> np.ndarray:
-        """Assign or renew the rows of sequences, ``positions[i]`` tokens cached; return indices ``[n]``.
+        """Assign or rewrite rows of sequences with ``positions[i]`` cached tokens; return indices ``[n]``.
 
         The token at a sequence's position is the input of its next step.
         """
@@ -141,7 +141,7 @@ class Planner:
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def free(self, row: Row) -> None:
-        """Free the row of a sequence that has ended on the device, too."""
+        """Free the row of a sequence that has ended on the host and on the device."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
@@ -180,7 +180,7 @@ class Planner:
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
     def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
-        """Record the start of a step that gives ``batch`` a token each; ``ran``: the rows that it runs."""
+        """Record the start of a step that gives each row of ``batch`` a token; ran: all rows that it runs."""
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         self.position[batch.indices] += 1
         self.left[batch.indices] -= 1
@@ -188,7 +188,7 @@ class Planner:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
-        """Return the token that the latest finished step gave each row."""
+        """Return each row's token of the latest finished step."""
         return self._ring[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
@@ -198,7 +198,7 @@ class Planner:
         return self._row_of[sequence]
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
-        """Reserve the rest of the row's block, or a new block, as far as the sequence needs it."""
+        """Reserve the rest of the row's last block, or a new block, but no more than the sequence needs."""
         reserved = int(self.reserved[index])
         room = self.blocks.block_size - reserved % self.blocks.block_size
         n_tokens = min(room, sequence.max_length - 1 - reserved)

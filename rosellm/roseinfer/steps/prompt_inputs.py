@@ -1,4 +1,4 @@
-"""What a packed prefill needs from the host: one int32 buffer, sent in one copy."""
+"""The inputs of a packed prefill: one int32 buffer, sent in one copy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NO_SLOTS, NO_FIELDS = np.zeros(0, np.int64), np.zeros((0, FIELDS), np.int32)
 
 
 class Shape(NamedTuple):
-    """Room for tokens, their attention's tiles, and places: a sequence each, with a row of so many words."""
+    """Sizes of a prefill's inputs: tokens, tiles of attention, places (a sequence each), words of a row."""
 
     tokens: int
     tiles: int
@@ -65,12 +65,12 @@ class Shape(NamedTuple):
 
     @property
     def spans(self) -> list[slice]:
-        """The words of each part of the inputs, in their order."""
+        """The slice of the buffer that each part of the inputs takes, in order."""
         return _layout(self)[0]
 
     @property
     def place_words(self) -> int:
-        """Words of the places, which come first."""
+        """The number of words of the places, which come first."""
         return self.spans[3].start
 
     @property
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 
 @lru_cache(1024)
 def _layout(shape: Shape) -> tuple[list[slice], int]:
-    """The spans of a shape's parts, and where the last ends."""
+    """Return the slices of a shape's parts, and the end of the last one."""
     n, tiles, places, row_words = shape
     sizes = 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
     *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
@@ -89,10 +89,10 @@ def _layout(shape: Shape) -> tuple[list[slice], int]:
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """Where captured runs read inputs of up to ``most_tokens`` tokens and ``most_places`` prompts.
+    """Where captured runs of up to ``most_tokens`` tokens and ``most_places`` prompts read their inputs.
 
-    A run's places end where its tokens begin, always at the same address, and only what it uses is sent.
-    room: tiles and pieces of tiles of runs that cut them; 0: none does.
+    The tokens of every run begin at the same address, right after its places; only the part that a run uses
+    is sent. room: the tiles, or pieces of tiles, of runs that cut them; 0 if none does.
     """
 
     most_tokens: int
@@ -101,12 +101,12 @@ class PromptLayout:
     row_words: int
 
     def shape(self, tokens: int, places: int) -> Shape:
-        """Return the shape with the tiles of as many sequences as there may be, one for each token."""
+        """Return the shape for the most tiles that ``tokens`` can have: each may be of another sequence."""
         tiles = _most_tiles(tokens, self.most_places)
         return Shape(tokens, max(tiles, self.room), places, self.row_words)
 
     def span(self, shape: Shape) -> slice:
-        """Return the words of a run of this shape."""
+        """Return the slice of the buffer that a run of this shape uses."""
         start = self.largest.place_words - shape.place_words
         return slice(start, start + shape.words)
 
@@ -115,11 +115,11 @@ class PromptLayout:
         return self.shape(self.most_tokens, self.most_places)
 
     def table_rows(self, places: int) -> range:
-        """Return the row of ``layer_inputs``'s block tables of each of the run's places."""
+        """Return the rows of the block tables, as the layers see them, that the run's places have."""
         return range(self.most_places - places, self.most_places)
 
     def n_tiles(self, tokens: int, tiling: Tiling) -> int:
-        """Return the number of attention's programs per head."""
+        """Return the number of programs per head of the attention kernel."""
         return (
             self.room
             if tiling == "pieces"
@@ -128,19 +128,19 @@ class PromptLayout:
 
 
 def _most_tiles(tokens: int, prompts: int) -> int:
-    """The most tiles of ``tokens`` tokens of ``prompts`` prompts."""
+    """Return the most tiles that ``tokens`` tokens of ``prompts`` prompts can have."""
     return min(tokens, prompts + tokens // BLOCK_M)
 
 
 @dataclass(frozen=True)
 class PromptInputs(Generic[A]):
-    """Views of one int32 buffer, in its order.
+    """Views of the parts of one int32 buffer, in their order.
 
-    Of each place: last ``[B]`` int64, the packed row of its last token; slots ``[B]`` int64, its row of the
-    device state; rows ``[B, FIELDS + W]``, what that row becomes. Then ids, positions ``[N]`` and columns
-    ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places
-    whose slot is the state's spare row. Each part starts at a multiple of 16 bytes, whatever the shape:
-    Triton compiles a kernel again for pointers that do not.
+    For each place: last ``[B]`` int64, the index of its last token among the packed ones; slots ``[B]``
+    int64, its row of the device state; rows ``[B, FIELDS + W]``, the new contents of that row. Then ids and
+    positions ``[N]``, and columns ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no
+    rows, positions of −1, and places whose slot is the state's spare row. Each part starts at a multiple of
+    16 bytes, whatever the shape: Triton compiles a kernel again for pointers that do not.
     """
 
     last: A
@@ -152,7 +152,7 @@ class PromptInputs(Generic[A]):
 
     @classmethod
     def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
-        """buffer ``[shape.words]``, contiguous and aligned to 16 bytes."""
+        """Return views of ``buffer [shape.words]``, which is contiguous and aligned to 16 bytes."""
         last, slots, rows, ids, positions, columns = (buffer[span] for span in shape.spans)
         wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
         rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(COLUMNS, shape.tiles)
@@ -167,9 +167,10 @@ def fill_inputs(
     fields: np.ndarray,
     spare: int,
 ) -> None:
-    """Write all of ``inputs``: ``slots [n]`` and ``fields [n, FIELDS]`` of the chunks that complete prompts.
+    """Fill every part of ``inputs``.
 
-    columns: see ``prefill.tile_columns``. spare: the state's row for places without a first token.
+    slots ``[n]``, fields ``[n, FIELDS]``: of the chunks that complete their prompts. columns: see
+    ``prefill_tiles.tile_columns``. spare: the state's row for places without a first token.
     """
     _fill_tokens(inputs, chunks)
     inputs.columns[:, : columns.shape[1]] = columns

@@ -1,4 +1,4 @@
-"""Prompts of a resident step, planned on the host: which tokens are cached where, in one array."""
+"""The host's plan of a prefill: which tokens of which prompts are cached where, in one array."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Prompts(Protocol):
     """Caches chunks of prompts; a sequence then fully cached gets a row and its first token."""
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """Reserve slots for ``counts[i]`` more tokens of each and cache them; the caller counts ``n_cached``.
+        """Reserve slots for ``counts[i]`` more tokens of sequence i, and cache them.
 
-        Returns the rows of those now fully cached. The worker's first hidden states are theirs.
+        Returns the rows of the sequences that are now fully cached; they have the first rows of the worker's
+        hidden states. The caller updates ``n_cached``.
         """
 
 
 class PackedPrompts:
-    """All prompts of a step in one array without padding, which the worker's prefill takes."""
+    """Packs the prompts of a step into one array without padding, the input of the worker's prefill."""
 
     def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
         self.planner, self.worker, self._call = planner, worker, call
@@ -38,7 +39,7 @@ class PackedPrompts:
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """See :class:`Prompts`; more tokens or sequences than are captured run kernel by kernel."""
+        """See :class:`Prompts`; a prefill larger than all captured ones is launched kernel by kernel."""
         with profile_range(PREFILL_RANGE):
             chunks = self.reserved(sequences, counts)
             captured = self._captured
@@ -49,7 +50,7 @@ class PackedPrompts:
             return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """Return the chunks, with slots for their tokens, and the rest of a prompt's last block."""
+        """Return the chunks, with slots for their tokens and for the rest of a prompt's last block."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
@@ -58,7 +59,7 @@ class PackedPrompts:
         return chunks
 
     def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
-        """Return the number of pieces of each chunk's tiles that there is room for; None: all are whole."""
+        """Return into how many pieces to cut each chunk's tiles; None if all stay whole."""
         return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, self.n_heads, self.window)
 
     def mode_of(self, chunks: Chunks) -> str | None:
@@ -67,7 +68,7 @@ class PackedPrompts:
         return self.worker.next_tokens.chooser.mode(params) if params else None
 
     def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
-        """Give whole prompts their rows; return all inputs ``[shape.words]`` int32."""
+        """Assign rows to the prompts that are complete; return all inputs ``[shape.words]`` int32."""
         whole = chunks.whole
         slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
         words = np.zeros(shape.words, np.int32)
@@ -90,7 +91,7 @@ class PackedPrompts:
 
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
-    """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""
+    """Return the slots to reserve beyond the last chunk: the rest of its block that the sequence needs."""
     n_tokens = sequence.n_cached + count
     if n_tokens < sequence.prefill_length:
         return 0

@@ -37,7 +37,7 @@ Kind = Literal["prefill", "decode"]
 
 
 class SamplingPlan(NamedTuple):
-    """How a batch is sampled: the chooser's mode, and which sequences ask for log-probabilities."""
+    """How a batch is sampled: the chooser's mode, and which sequences requested log-probabilities."""
 
     batch: Batch
     mode: str
@@ -59,8 +59,8 @@ class _Begun:
 class ResidentStep:
     """Plans on the host, runs on the device, and collects tokens later; for one engine and one thread.
 
-    planner: who has which row and block. prompts: caches prompts and chooses their first tokens. worker: what
-    runs on the device; call: ``worker.call`` on every rank of ``group``.
+    planner: which sequence has which row and blocks. prompts: caches prompts and chooses their first tokens.
+    worker: runs on the device; call: ``worker.call`` on every rank of ``group``.
     """
 
     run_ahead = RUN_AHEAD
@@ -80,7 +80,7 @@ class ResidentStep:
 
     @classmethod
     def on(cls, worker: Worker, model: Transformer, group: Group = ALONE) -> Self:
-        """Build the step that plans for ``worker``, and for the like worker of every rank of ``group``."""
+        """Build the step that plans for ``worker`` and for the workers of the other ranks of ``group``."""
         call = group.on_all(worker.call)
         ring, (n_rows, width) = worker.state.ring.numpy(), worker.state.table.shape
         planner = Planner(n_rows, width, ring, worker.blocks, call)
@@ -89,7 +89,7 @@ class ResidentStep:
         return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of each; those now fully cached get a row and their next token.
+        """Cache ``counts[i]`` more tokens of sequence i; give those now complete a row and their next token.
 
         Raises ``OptionError``, and begins nothing, if there are not enough free rows.
         """
@@ -108,7 +108,7 @@ class ResidentStep:
         self.planner.advance(batch, batch.indices)
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step; return how many rows it advances: 0 if all have been asked for their last token."""
+        """Begin a step; return the number of rows that it advances: 0 if every last token is in flight."""
         batch = self._to_run(sequences)
         if batch.rows:
             self._begin_step(sequences, batch)
@@ -162,7 +162,7 @@ class ResidentStep:
         return self.worker.n_captured
 
     def _to_run(self, sequences: list[Sequence]) -> Batch:
-        """The rows that a step for ``sequences`` would advance, brought up to date."""
+        """Bring the rows of ``sequences`` up to date; return those that a step would advance."""
         if sequences is not self._listed:
             self._reconcile(sequences)
         if not self._begun:
@@ -187,7 +187,7 @@ class ResidentStep:
             self._latest = sequences, batch
 
     def _variant(self, rows: int, batch: Batch) -> str:
-        """The attention variant for what the batch has cached."""
+        """Return the attention variant for the numbers of tokens that the batch has cached."""
         cached = self.planner.position[batch.indices]
         return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
 
@@ -197,14 +197,14 @@ class ResidentStep:
         return SamplingPlan(batch, mode, asking)
 
     def _find_logprobs(self, plan: SamplingPlan, places: np.ndarray) -> None:
-        """Find those that are asked for; places ``[n]``: the batch's rows of the hidden states."""
+        """Find the requested log-probabilities; places ``[n]``: the batch's rows of the hidden states."""
         if plan.asking.size:
             indices = plan.batch.indices[plan.asking]
             inputs = np.stack((places[plan.asking], indices, self.planner.round[indices]))
             self._call("find_logprobs", inputs)
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
-        """Give rows to exactly ``sequences``: others are set aside, and those set aside before come back."""
+        """Make ``sequences`` the ones that have rows: release all others, and attach those without a row."""
         wanted, planner = set(sequences), self.planner
         others = [s for s in planner.sequences if s not in wanted]
         if others:
@@ -227,9 +227,9 @@ class ResidentStep:
     # Steps in flight: begun, then committed once they have ended, then collected.
 
     def _start(self) -> None:
-        """Before a step's work: its time counts from the end of the previous step, or from now if idle.
+        """Prepare to submit a step: its time counts from the end of the previous step, or from now if idle.
 
-        The ring has room for the tokens of ``ROUNDS`` steps: the oldest are committed before it is full.
+        The ring has room for the tokens of ``ROUNDS`` steps, so the oldest are committed before it is full.
         """
         if not self._begun:
             self._clock = self.worker.clock()
@@ -237,13 +237,13 @@ class ResidentStep:
             self._settle(leave=ROUNDS // 2)
 
     def _note(self, kind: Kind, plan: SamplingPlan) -> None:
-        """After a step's work has been submitted to the device."""
+        """Keep a step, whose work has just been submitted to the device, among those in flight."""
         since, self._clock = self._clock, self.worker.clock()
         rounds = self.planner.round[plan.batch.indices]
         self._begun.append(_Begun(kind, plan.batch, rounds, since, self._clock, bool(plan.asking.size)))
 
     def _settle(self, leave: int = 0) -> None:
-        """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
+        """Wait until at most ``leave`` steps are in flight, and commit the tokens of those that ended."""
         while len(self._begun) > leave:
             self._begun[0].clock.wait()
             self._check()
@@ -265,7 +265,7 @@ class ResidentStep:
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
     def _give_logprobs(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
-        """Log-probabilities of new tokens; live: whose rows have not been released meanwhile."""
+        """Give sequences the log-probabilities of new tokens; live: indices of rows not released since."""
         sequences = begun.batch.sequences
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
         own = [sequences[i] for i in there]

@@ -30,52 +30,53 @@ def profile_range(name: str) -> AbstractContextManager[object]:
 
 
 class Step(Protocol):
-    """Runs prefill and decode for an engine, which decides for whom and how much; tokens may arrive later.
+    """Runs the prefills and decode steps that an engine asks for; their tokens may arrive later.
 
     The caller has made room in the cache; the step reserves the blocks it writes to. ``run_ahead``: how many
-    begun steps a scheduler leaves unfinished; a sequence may be in that many and in one more.
+    begun steps a scheduler leaves unfinished; a sequence may be in one more than that.
     """
 
     run_ahead: int
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of each; a sequence then fully cached gets its next token.
+        """Cache ``counts[i]`` more tokens of sequence i; one that is then fully cached gets its next token.
 
-        ``n_cached`` of the others has advanced on return.
+        On return ``n_cached`` of the other sequences has advanced.
         """
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """One more token for each; returns how many rows actually run.
+        """Begin one more token for each sequence; return the number of rows that run.
 
-        That may leave out sequences already asked for their last token. A list that is passed again is
-        unchanged.
+        Sequences whose last token is in flight are left out. A list that is passed again must not have been
+        modified in between.
         """
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
         """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
 
-        A step's tokens are committed to its sequences before it is yielded, except to released ones.
+        Before a step is yielded, its tokens are committed to those of its sequences that are not released.
         """
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence has ended or is abandoned: it gets no further token, and its blocks will be freed."""
+        """Give the sequence no further token: it has ended or is abandoned, and its blocks will be freed."""
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Calls that capture what is not captured yet, so that no request has to wait for it: a graph each.
+        """Return a call for each graph that is not captured yet; the call captures it.
 
-        rows: only decode steps of so many sequences.
+        rows: if given, only graphs of decode steps of that many sequences.
         """
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Calls that run, uncaptured and with inert inputs, every kernel of :meth:`captures`."""
+        """Return calls that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Those of them that take the most memory, in every mode."""
+        """Return the calls of :meth:`captures` that take the most memory, in every mode."""
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Calls that run, uncaptured, all that a prefill of ``n_tokens`` may, with inert inputs.
+        """Return calls that run every kernel of a prefill of ``n_tokens`` uncaptured, with inert inputs.
 
-        They compile kernels, and take as much memory as a prefill does. Empty if it cannot be run so.
+        They compile the kernels and take as much memory as a prefill does. Empty if the step has no such
+        runs.
         """
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
@@ -83,14 +84,14 @@ class Step(Protocol):
 
     @property
     def n_captured(self) -> int:
-        """CUDA graphs captured so far."""
+        """The number of CUDA graphs captured so far."""
 
     def last_logits(self) -> Tensor:
-        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that get a token."""
+        """Return logits ``[B, V]`` of the latest step begun, one row per sequence that gets a token."""
 
 
 class Warmable(Protocol):
-    """What can be warmed up: a step, or the part of it that has graphs."""
+    """An object that can be warmed up: a step, or the part of it that has graphs."""
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
         """See :class:`Step`."""
@@ -104,10 +105,10 @@ class Warmable(Protocol):
 
 @torch.inference_mode()
 def warm_up(step: Warmable, rows: int | None, n_tokens: int, device: torch.device) -> None:
-    """Compile kernels and capture graphs: of every decode step and prefill, in every mode.
+    """Compile the kernels and capture the graphs of every decode step and prefill, in every mode.
 
-    rows: if given, only decode steps of that many sequences. n_tokens: the most of a prefill that is
-    rehearsed uncaptured. Progress bars on stderr show what takes longer than a second.
+    rows: if given, only decode steps of that many sequences. n_tokens: the size of the prefill that is run
+    uncaptured. Progress bars on stderr show what takes longer than a second.
     """
     runs = step.captures(rows)
     if device.type == "cuda":

@@ -57,7 +57,7 @@ class Clock:
 
 
 class Worker:
-    """Runs what a planner asks for, on the rows of ``state``; its last row is a spare, which padding writes.
+    """Runs a planner's calls on the rows of ``state``, whose last row is a spare one that padding writes.
 
     counts ``[S, V]`` int32: see ``TokenCounts``. layers_for: rows → layers. bind: state and variant →
     attention that appends. graphs: captures the runs; None: each kernel is launched from Python. prompts:
@@ -119,7 +119,7 @@ class Worker:
 
     @torch.inference_mode()
     def write_counts(self, words: np.ndarray, n: int) -> None:
-        """Overwrite the rows ``words[:n]`` of ``counts``; then rows, tokens and numbers follow."""
+        """Overwrite rows ``words[:n]`` of ``counts`` by the rows, tokens and numbers that follow."""
         sent = self._staging.put(words).send()
         place, token, number = sent[n:].view(3, -1)
         self.counts.index_fill_(0, sent[:n].long(), 0)
@@ -182,7 +182,7 @@ class Worker:
         return self.bind.variant(rows, longest, mean)
 
     def step(self, rows: int, mode: str, variant: str) -> Callable[[], Tensor]:
-        """Return a run, or the replay, of a step; what is not captured yet is captured."""
+        """Return a function that runs a step, or replays its graph, capturing it first if needed."""
         key = rows, mode, variant
         if key not in self._steps:
             run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), mode, variant)
@@ -228,28 +228,28 @@ class Worker:
             self.hidden = hidden
 
     def _buckets(self, rows: int | None) -> list[int]:
-        """Rows of the captured steps, the most first; rows: only the step for that many."""
+        """Return the row counts of captured steps, largest first; rows: only the one that serves them."""
         buckets = batch_buckets(self.n_rows) if rows is None else [batch_bucket(rows)]
         return sorted({min(bucket, self.n_rows) for bucket in buckets}, reverse=True)
 
     def _keys(self, bucket: int) -> list[StepKey]:
-        """The steps of a bucket; contexts between powers of two have one variant of attention."""
+        """Return the steps of a bucket: one for each mode and attention variant."""
         return [(bucket, mode, v) for v in self.variants(bucket) for mode in self.next_tokens.chooser.modes]
 
     def variants(self, rows: int) -> list[str]:
-        """Return the attention variants for any lengths, all equal or most of them short."""
+        """Return the attention variants that ``rows`` contexts of any lengths can need."""
         longest = [min(1 << k, self._longest) for k in range((self._longest - 1).bit_length() + 1)]
         return sorted({self.variant(rows, most, mean) for most in longest for mean in (0, most)})
 
     def _run_idle(self, bucket: int) -> None:
-        """Run all that the bucket's steps do, with inert rows, which write nothing."""
+        """Run every kernel of the bucket's steps with inert rows, which write nothing."""
         idle = self._idle.first(bucket)
         hidden = [self._hidden(idle, variant) for variant in self.variants(bucket)]
         for mode in self.next_tokens.chooser.modes:
             self._choose(hidden[0], idle, mode)
 
     def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
-        """Run what no step of the bucket has had yet, with inert rows, which write nothing."""
+        """Run the variant and the mode that no step of the bucket has had yet, with inert rows."""
         idle, met = self._idle.first(bucket), [key[1:] for key in self._steps if key[0] == bucket]
         if variant not in [known for _, known in met]:
             self._warm_hidden[bucket] = self._hidden(idle, variant)
@@ -257,7 +257,7 @@ class Worker:
             self._choose(self._warm_hidden[bucket], idle, mode)
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
-        """Advance every row that is not inert by one token; return final hidden states ``[rows, C]``."""
+        """Advance every row that is not inert by one token; return the final hidden states ``[rows, C]``."""
         hidden = self._hidden(state, variant)
         self._choose(hidden, state, mode)
         return hidden
