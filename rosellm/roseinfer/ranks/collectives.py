@@ -66,7 +66,10 @@ class Collectives:
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
+        """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather).
+
+        Private: ``dist.all_gather_into_tensor`` takes groups that are registered in the process only.
+        """
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         options = c10d.AllgatherOptions()
         options.asyncOp = False
@@ -115,6 +118,7 @@ def _wait(work: Any) -> None:
 
 
 def _gloo(store: dist.Store, part: Part) -> Any:
+    """Return a gloo group of the engine's own; only its private options bind it to the loopback."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -123,6 +127,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 
 def _nccl(store: dist.Store, part: Part) -> Any:
+    """Return an NCCL group of the engine's own, which ends no process when a rank is lost."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink supports
     for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
