@@ -53,9 +53,9 @@ test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chro
 	$(PY) -m pytest tests/browser -m browser
 
 soak: export OMP_NUM_THREADS := 1
+soak: SEED ?= $(shell date +%s)
 soak: $(STAMP) ## run 1,000,000 random operations on the engine's parts (SEED=1 draws those of an earlier run)
-	$(PY) -m pytest tests/soak/test_random_programs.py -k every_invariant -m "not browser" -q -n 2 --maxschedchunk 1 --soak 1000000 \
-		$(if $(SEED),--soak-seed $(SEED))
+	$(PY) -m pytest tests/soak -k in_a_soak -m "not browser" -q -n 2 --maxschedchunk 1 --soak 1000000 --hypothesis-seed $(SEED)
 
 lint: $(STAMP) ## check the style of the Python files (ruff) and the package's types (mypy)
 	$(PY) -m ruff check rosellm tests notebooks/exhibits conftest.py

@@ -1,40 +1,34 @@
-"""The same operations as hypothesis state machines: 4,000 in a test run, the same each time."""
+"""Random operations on the engine's parts keep every invariant: few in a test run, a million in a soak."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from tests.soak.block_driver import BlockDriver
 from tests.soak.engine_driver import EngineDriver
-from tests.soak.planted_faults import leak_a_block
+from tests.soak.planted_faults import (
+    keep_the_blocks_of_the_cancelled,
+    leak_a_block,
+    share_a_block_that_is_written,
+    slow_ends,
+    swallow_text,
+)
 from tests.soak.prefix_driver import PrefixDriver
-from tests.soak.programs import Driver, machine_of
+from tests.soak.programs import Driver, machine_of, run_machine
 from tests.soak.scheduler_driver import ModelSchedulerDriver, SchedulerDriver
 from tests.soak.streaming_driver import StreamingDriver
 
 ENDS = {"length", "stop", "cancelled", "failed"}
 REFUSED = {"OverloadError raised", "PromptError raised", "RoseError raised"}
-
-
-def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> None:
-    """Programs of at most 60 operations; derandomised, so that a test run can be relied upon."""
-    run_state_machine_as_test(
-        machine_of(driver, seen),
-        settings=settings(
-            max_examples=n_examples,
-            stateful_step_count=60,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.shrink),  # an explanation is no Python
-            print_blob=False,
-        ),
-    )
+SHARES = {
+    BlockDriver: 0.4,
+    SchedulerDriver: 0.3,
+    PrefixDriver: 0.245,
+    StreamingDriver: 0.045,
+    EngineDriver: 0.005,
+    ModelSchedulerDriver: 0.005,
+}
+OPERATIONS_EACH = 40  # in a program, on average
 
 
 @pytest.mark.parametrize(
@@ -56,25 +50,46 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
         ),
     ],
 )
-def test_a_state_machine_keeps_every_invariant_and_reaches_what_it_is_for(
-    driver: type[Driver], n_examples: int, n_operations: int, reached: set[str], record_property
-) -> None:
-    seen: Counter[str] = Counter()
-    run_machine(driver, n_examples, seen)
-    record_property(driver.__name__, dict(seen))
+def test_every_invariant_holds_and_what_the_driver_is_for_is_reached(
+    driver, n_examples, n_operations, reached
+):
+    seen = run_machine(driver, n_examples)
     assert seen["operations"] >= n_operations
     assert {name for name, n in seen.items() if n} >= reached
 
 
-def test_hypothesis_tells_a_planted_fault_as_a_short_program_that_replays_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    leak_a_block(monkeypatch)
-    found = AssertionError, KeyError  # the second where blocks are let go at the end
-    with pytest.raises(found) as failed:
-        run_machine(BlockDriver, 100, Counter())
-    _, *told = failed.value.__notes__
-    assert sum(line.startswith("state.apply") for line in told) <= 3
-    machine = machine_of(BlockDriver, Counter())
-    with pytest.raises(found):
-        exec("\n".join(told), {machine.__name__: machine})
+@pytest.mark.parametrize("driver", SHARES)
+def test_every_invariant_holds_in_a_soak(driver: type[Driver], pytestconfig, record_property):
+    n_operations = pytestconfig.getoption("soak")
+    if not n_operations:
+        pytest.skip("make soak draws a million operations")
+    seen = run_machine(driver, round(n_operations * SHARES[driver] / OPERATIONS_EACH), fixed=False)
+    record_property(driver.__name__, dict(seen))
+
+
+@pytest.mark.parametrize(
+    ("driver", "plant", "most"),
+    [
+        (BlockDriver, leak_a_block, 3),
+        (PrefixDriver, share_a_block_that_is_written, 2),
+        (SchedulerDriver, share_a_block_that_is_written, 4),
+        (SchedulerDriver, keep_the_blocks_of_the_cancelled, 3),
+        (StreamingDriver, swallow_text, 4),
+    ],
+)
+def test_a_planted_fault_is_found_and_printed_as_a_short_program_that_replays_it(
+    driver, plant, most, monkeypatch
+):
+    plant(monkeypatch)
+    with pytest.raises(Exception) as failed:
+        run_machine(driver, 400)
+    _, *program = failed.value.__notes__
+    assert sum(line.startswith("state.apply") for line in program) <= most
+    machine = machine_of(driver)
+    with pytest.raises(failed.type):
+        exec("\n".join(program), {machine.__name__: machine})
+
+
+def test_an_end_that_other_threads_see_late_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_ends(monkeypatch)
+    run_machine(StreamingDriver, 4)
