@@ -143,7 +143,7 @@ FAULTS = (
         "prompt_inputs.py",
         "np.array(chunks.counts[:n], np.int64).cumsum() - 1",
         "np.array(chunks.counts[:n], np.int64).cumsum() - chunks.counts[:n]",
-        ("test_preemption.py", "test_ladder_tokens.py"),
+        ("test_preemption.py", "test_equality_lattice.py"),
     ),
     Fault(
         "captured prefill",

@@ -1,28 +1,24 @@
-"""Every rung generates the tokens that ``transformers`` generates, and the logits agree."""
+"""Every rung keeps steps in order, logits and engines apart; a museum rung refuses what it cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rosellm.errors import OptionError, RecipeError, SamplingError
+from rosellm.errors import RecipeError, SamplingError
 from rosellm.ladder.museum import STEPS
 from rosellm.ladder.pools import TuplePool
 from rosellm.models.model import Transformer
-from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
     MODERN,
     WINDOWED,
-    Greedy,
     decode_all,
     generate,
     greedy_sequences,
@@ -30,7 +26,7 @@ from tests.helpers import (
     random_prompts,
     small_config,
     small_engine,
-    transformers_greedy,
+    uncached_greedy,
     uncached_logits,
 )
 
@@ -67,42 +63,14 @@ EVERY_RUN = [
     for run in RUNS
     if not refuses(run.values[0], model)
 ]
-on_every_rung = pytest.mark.parametrize(("checkpoint", "rung", "device"), EVERY_RUN, indirect=["checkpoint"])
+on_every_rung = pytest.mark.parametrize(("model", "rung", "device"), EVERY_RUN)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Greedy]]:
-    @cache
-    def save(name: str) -> tuple[Path, Greedy]:
-        folder = tmp_path_factory.mktemp(name)
-        save_model(random_model(*MODELS[name]), folder, torch.float32)
-        return folder, transformers_greedy(folder, PROMPTS, N_TOKENS)
-
-    return save
-
-
-@pytest.fixture(params=MODELS)
-def checkpoint(request, saved) -> tuple[Path, Greedy]:
-    """A random checkpoint and what ``transformers`` generates from it."""
-    return saved(request.param)
-
-
-def load(folder: Path, device: str = "cpu") -> Transformer:
-    return load_model(str(folder), torch.device(device), torch.float32)
-
-
-def test_the_expected_tokens_are_varied_and_no_near_ties(checkpoint):
-    assert checkpoint[1].smallest_lead > 1e-3
-    assert len({t for tokens in checkpoint[1].tokens for t in tokens}) > 10
-
-
-@on_every_rung
-def test_a_batch_that_grows_and_shrinks_gives_the_same_tokens(checkpoint, rung, device):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, device), recipe=rung)
-    for _ in range(2):
-        assert grow_and_shrink(engine) == truncated(expected.tokens)
-        assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+@cache
+def expected(model: str) -> list[list[int]]:
+    """The greedy tokens of each prompt by itself, without a cache."""
+    gpt = random_model(*MODELS[model])
+    return [uncached_greedy(gpt, prompt, N_TOKENS) for prompt in PROMPTS]
 
 
 COUNTS = [N_TOKENS, 3, 9, 1, 12, 5, N_TOKENS]
@@ -112,91 +80,23 @@ def truncated(outputs: list[list[int]]) -> list[list[int]]:
     return [tokens[:n] for tokens, n in zip(outputs, COUNTS, strict=True)]
 
 
-def grow_and_shrink(engine: Engine) -> list[list[int]]:
-    """Two sequences start, three join later, two later still; each leaves when it is done."""
-    sequences = greedy_sequences(engine, PROMPTS, COUNTS)
-    for wave in (sequences[:2], sequences[2:5], sequences[5:]):
-        engine.prefill(wave)
-        for _ in range(3):
-            engine.decode([s for s in sequences if s.n_output and not s.is_finished])
-    outputs = decode_all(engine, sequences)
-    for sequence in sequences:
-        engine.release(sequence)
-    engine.check_integrity()
-    return outputs
-
-
 @on_every_rung
-def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, rung, device):
-    """Prompts served twice: the second round shares what the first one cached, partly filled blocks too."""
-    folder, expected = checkpoint
-    if rung in STEPS:
-        with pytest.raises(OptionError, match=f"rung '{rung}' has no prefix cache"):
-            small_engine(load(folder, device), recipe=rung, prefix_cache=True)
-        return
-    engine = small_engine(load(folder, device), recipe=rung, prefix_cache=True)
-    for _ in range(2):
-        assert grow_and_shrink(engine) == truncated(expected.tokens)
-    assert engine.prefix_cache.hit_tokens >= sum(n - 1 for n in LENGTHS)
-    engine.prefix_cache.clear()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
-
-
-@on_every_rung
-def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tokens(checkpoint, rung, device):
-    """It comes back to its row with other blocks in the same lists, the batch being smaller meanwhile."""
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, device), recipe=rung)
+def test_steps_that_are_begun_ahead_are_collected_in_order(model, rung, device):
+    engine = small_engine(random_model(*MODELS[model]).to(device), recipe=rung)
     sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
-    engine.prefill(sequences[:-1])
-    for _ in range(3):
-        engine.decode(sequences[:-1])
-    lost = sequences[-2]
-    engine.release(lost)
-    lost.n_cached = 0
-    engine.prefill(sequences[-1:])  # takes blocks that were the lost sequence's
-    engine.decode(sequences[:-2])
-    engine.prefill([lost])
-    assert decode_all(engine, sequences) == expected.tokens
-
-
-@on_every_rung
-def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
-    """Two chunk sizes in one batch, so that some prompts are cached whole while others are not yet."""
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
-    unfinished, seen = sequences, []
-    while unfinished:
-        sizes = [3 + 6 * (s.request_id % 2) for s in unfinished]
-        whole = engine.begin_prefill(unfinished, sizes)
-        seen.append(len(whole))
-        assert all(len(s.tokens) - s.n_cached > 0 for s in unfinished if s not in whole)
-        for done in engine.step.collect():
-            assert done.kind == "prefill" and done.sequences == whole
-        unfinished = [s for s in unfinished if s not in whole]
-    assert len(seen) > 3 and sum(seen) == len(sequences)
-    assert decode_all(engine, sequences) == expected.tokens
-
-
-@on_every_rung
-def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, device):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
-    told = []
+    kinds = []
 
     def collect(leave: int) -> None:
         for done in engine.step.collect(leave):
-            told.append(done.kind)
+            kinds.append(done.kind)
             assert set(done.sequences) == set(sequences) and done.seconds > 0
-            assert [s.output for s in sequences] == [row[: len(told)] for row in expected.tokens]
+            assert [s.output for s in sequences] == [row[: len(kinds)] for row in expected(model)]
 
     assert engine.begin_prefill(sequences) == sequences
     collect(engine.step.run_ahead)
     while not sequences[0].is_finished:
         collect(engine.step.run_ahead if engine.begin_decode(sequences) else 0)
-    assert told == ["prefill"] + ["decode"] * (N_TOKENS - 1)
+    assert kinds == ["prefill"] + ["decode"] * (N_TOKENS - 1)
 
 
 @pytest.mark.parametrize("rung", HOST_DRIVEN)
@@ -249,23 +149,15 @@ def test_draws_by_temperature_beside_greedy_rows_are_those_of_the_resident_step(
 
 @pytest.mark.slow
 @NO_GPU
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "rung",
     [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", "reused_index_buffers", "one_table"],
 )
-def test_rungs_on_triton_in_the_interpreter_give_the_tokens_of_transformers(checkpoint, rung):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder), recipe=rung, kernels="triton")
+def test_rungs_on_triton_in_the_interpreter_give_the_same_tokens(model, rung):
+    engine = small_engine(random_model(*MODELS[model]), recipe=rung, kernels="triton")
     n = 2 if rung in TUNED else 4
-    three = [tokens[:n] for tokens in expected.tokens[2:5]]
-    assert generate(engine, PROMPTS[2:5], n) == three
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 16, 64])
-def test_tokens_do_not_depend_on_the_block_size(checkpoint, block_size):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder), block_size=block_size)
-    assert generate(engine, PROMPTS, N_TOKENS) == expected.tokens
+    assert generate(engine, PROMPTS[2:5], n) == [tokens[:n] for tokens in expected(model)[2:5]]
 
 
 def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> Tensor:
@@ -321,11 +213,11 @@ PAIRS = [
     [pytest.param(rungs, "cpu", id=f"{rungs}-cpu") for rungs in PAIRS[:-1]]
     + [pytest.param(rungs, "cuda", id=f"{rungs}-gpu", marks=pytest.mark.gpu) for rungs in PAIRS],
 )
-def test_two_engines_run_side_by_side(checkpoint, rungs, device):
-    folder, expected = checkpoint
-    gpt = load(folder, device)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_engines_run_side_by_side(model, rungs, device):
+    gpt = random_model(*MODELS[model]).to(device)
     a, b = (small_engine(gpt, recipe=rung) for rung in rungs)
-    assert interleaved(a, b) == (truncated(expected.tokens),) * 2
+    assert interleaved(a, b) == (truncated(expected(model)),) * 2
 
 
 def mutable_parts(root: object) -> dict[int, object]:
