@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,40 +96,6 @@ def uncached_greedy(gpt: Transformer, prompt: list[int], n: int) -> list[int]:
     for _ in range(n):
         tokens.append(int(uncached_logits(gpt, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
-
-
-@dataclass(frozen=True)
-class Greedy:
-    """What ``transformers`` generates greedily, and by how much the chosen tokens led, at the least."""
-
-    tokens: list[list[int]]
-    smallest_lead: float
-
-
-def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greedy:
-    """Each prompt by itself: ``generate`` of the model's own class, eager attention, fp32."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    model.eval().generation_config.eos_token_id = None
-    tokens, leads = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=n,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        best = torch.cat(result.logits).topk(2).values
-        leads.append((best[:, 0] - best[:, 1]).min().item())
-        tokens.append(result.sequences[0, len(prompt) :].tolist())
-    return Greedy(tokens, min(leads))
 
 
 def small_engine(gpt: Transformer, **options) -> Engine:

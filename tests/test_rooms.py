@@ -252,13 +252,6 @@ def made(tmp_path: Path, **changes: str) -> dict[str, File]:
     return read(tmp_path / "house")
 
 
-def test_a_sound_house_is_found_to_be_one(tmp_path):
-    files = made(tmp_path)
-    assert files["low/books"].imports == {"low/store"} and files["high/engine"].imports == {"low/books"}
-    assert homeless(files, GROUND_UP) == upward(files, GROUND_UP) == private(files) == []
-    assert circles(by_file(files)) == circles(by_folder(files)) == []
-
-
 @pytest.mark.parametrize(
     "source",
     [

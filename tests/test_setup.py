@@ -95,12 +95,6 @@ def test_an_old_python_is_named_in_one_line(copy):
     assert f"RoseLLM needs Python 3.11 or newer, but {old} is " in result.stderr
 
 
-def test_help_lists_every_target_with_its_meaning():
-    listed = dict(re.findall(r"^  make (\S+) +(\S.+)$", make("help").stdout, re.MULTILINE))
-    assert set(listed) == set(PHONY)
-    assert make().stdout == make("help").stdout
-
-
 def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
     for _ in range(2):
         assert make("setup", "CPU=1", folder=copy).returncode == 0
@@ -119,11 +113,6 @@ def test_an_active_conda_environment_is_used_but_not_the_base_one(copy, name, us
     assert make("setup", f"CONDA_PREFIX={conda}", f"CONDA_DEFAULT_ENV={name}", folder=copy).returncode == 0
     assert (conda / ".installed").exists() == used
     assert (copy / ".venv/.installed").exists() != used
-
-
-def test_a_new_notebooks_name_reaches_its_command(copy):
-    make("new-notebook", "NAME=27_my_idea", folder=copy)
-    assert (copy / "calls").read_text().splitlines()[-1] == "-m rosellm.lab.running.new_notebook 27_my_idea"
 
 
 def test_clean_leaves_the_working_copy_of_the_notebooks(copy):
@@ -152,23 +141,6 @@ def test_the_cluster_s_address_reaches_the_runner_and_nothing_does_without_one(c
     for given, options in (((), ""), (("CLUSTER=",), ""), (("CLUSTER=head:6379",), " --cluster head:6379")):
         make("notebooks", *given, folder=copy)
         assert (copy / "calls").read_text().splitlines()[-1].endswith(f" --timeout 300{options}")
-
-
-def test_one_test_command_covers_the_package_and_the_notebooks():
-    command = commands("test")
-    for part in ("pytest tests notebooks", "-n 2 --dist loadfile", "--nbval ", "--nbval-current-env"):
-        assert part in command
-    sanitize = re.search(r"--nbval-sanitize-with (\S+)", command)[1]
-    assert (ROOT / sanitize).is_file()
-
-
-def test_conda_and_make_install_the_same_project_with_the_same_extras():
-    (pip,) = [part["pip"] for part in ENVIRONMENT["dependencies"] if isinstance(part, dict)]
-    extras = sorted(set(PROJECT["optional-dependencies"]) - {"browser"})
-    assert pip == [f"-e .[{','.join(extras)}]"]
-    assert f"-e '.[{','.join(extras)}]'" in commands("setup")
-    assert f"python{PROJECT['requires-python']}" in ENVIRONMENT["dependencies"]
-    assert ENVIRONMENT["name"] == PROJECT["name"]
 
 
 @pytest.mark.parametrize("extra", [None, *PROJECT["optional-dependencies"]])

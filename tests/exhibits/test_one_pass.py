@@ -6,18 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm.errors import OptionError, RecipeError
-from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels import prefill
-from rosellm.roseinfer.kernels.attention_plan import variant_for
-from rosellm.roseinfer.kernels.prefill import room_for
-from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
 from rosellm.roseinfer.recipe import LADDER, RECIPES
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -34,7 +29,6 @@ from tests.helpers import (
     random_prompts,
     small_config,
     small_engine,
-    transformers_greedy,
     uncached_greedy,
 )
 from tests.roseinfer.steps.fake_graphs import captured
@@ -116,45 +110,6 @@ LENGTHS = [7, 30, 2, 17, 9, 1, 24, 8]
 PROMPTS = random_prompts(LENGTHS, seed=4)
 
 
-def staggered(engine: Engine, n_tokens: int, chunk: int | None) -> list[list[int]]:
-    """A prompt more every other step: each but the first finds others decoding."""
-    scheduler, ids = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=chunk)), []
-    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
-    for prompt in PROMPTS:
-        ids.append(scheduler.add_request(prompt, params))
-        scheduler.step()
-        scheduler.step()
-    while scheduler.has_unfinished:
-        scheduler.step()
-    return [scheduler.take_result(one).token_ids for one in ids]
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request, tmp_path_factory):
-    """A random checkpoint and what ``transformers`` generates from it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    save_model(
-        random_model(0, small_config(eos_token_ids=(3,), **MODELS[request.param])), folder, torch.float32
-    )
-    return folder, transformers_greedy(folder, PROMPTS, 14)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk", [None, 6])
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_prompts_that_join_give_the_tokens_of_transformers(checkpoint, device, chunk, prefix_cache):
-    folder, expected = checkpoint
-    engine = small_engine(
-        load_model(str(folder), torch.device(device), torch.float32), recipe=JOINED, prefix_cache=prefix_cache
-    )
-    joins = Joins(engine)
-    for _ in range(2):
-        assert staggered(engine, 14, chunk) == expected.tokens
-    assert expected.smallest_lead > 1e-3
-    assert len(joins.tokens) >= 2 * len(PROMPTS) - 3 and engine.late_captures == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("model", ["tied", "modern"])
@@ -225,21 +180,6 @@ def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch
     assert replays == [(16, 32, "", False), (16, 16, "greedy")]
 
 
-def test_a_step_without_prompts_is_the_decode_step_of_its_bucket(captured, monkeypatch):
-    engine, running = running_engine()
-    ran = []
-    monkeypatch.setattr(
-        engine.step.worker,
-        "step",
-        lambda *key, step=engine.step.worker.step: (ran.append(key), step(*key))[1],
-    )
-    joins = Joins(engine)
-    engine.begin_decode(running)
-    assert ran == []
-    engine.step.last_logits()
-    assert ran == [(4, "greedy", "")] and joins.tokens == []
-
-
 @pytest.mark.parametrize("call", ["collect", "release", "last_logits", "begin_decode", "begin_prefill"])
 def test_a_held_decode_step_is_begun_by_whatever_call_comes_next(monkeypatch, call):
     engine, running = running_engine(max_model_len=64)
@@ -308,18 +248,6 @@ def combined(monkeypatch) -> list[int]:
 
 
 @pytest.mark.slow
-@shared
-@given(st.integers(0, 10**9))
-def test_tokens_are_the_same_where_chunks_after_long_prefixes_join(captured, room, seed):
-    requests, config = random_requests(random.Random(seed), 9), {"prefill_chunk": 9}
-    expected = serve(small_engine(MODEL, recipe="resident_step"), requests, seed, **config)
-    engine = small_engine(MODEL, recipe=JOINED)
-    poison(engine)
-    assert [one[:2] for one in serve(engine, requests, seed, **config)] == [one[:2] for one in expected]
-    assert engine.late_captures == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
 def test_the_kernels_give_the_same_tokens_joined_in_pieces(captured, room, cut, combined, device, config):
@@ -354,22 +282,6 @@ def test_on_a_gpu_a_long_prompt_that_joins_in_chunks_gives_the_tokens_of_the_who
 
 
 # Rows that change hands.
-
-
-def test_a_released_row_that_a_prompt_takes_is_inert_when_the_layers_run(monkeypatch):
-    """It would decode once more otherwise, into blocks that may be the prompt's by then."""
-    engine, running = running_engine(7)
-    engine.decode(running)
-    engine.release(running[0])
-    (late,) = greedy_sequences(engine, random_prompts([24]), 6)
-    joined, seen = engine.step.joined, []
-    run = joined._run_layers
-    noted = lambda *given: (seen.append(engine.step.worker.state.positions[:8].tolist()), run(*given))[1]  # noqa: E731
-    monkeypatch.setattr(joined, "_run_layers", noted)
-    engine.begin_decode(running[1:])
-    engine.begin_prefill([late])
-    assert engine.step.planner.batch([late]).indices == [0]
-    assert seen == [[-1] + [6] * 6 + [-1]]
 
 
 def test_a_row_that_a_prompt_takes_is_advanced_once(captured, monkeypatch):
@@ -414,23 +326,6 @@ def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_n
 
 
 # What is captured, and what is refused.
-
-
-@pytest.mark.parametrize(("n_positions", "most"), [(1024, 90), (4096, 130)])
-def test_the_graphs_of_a_large_engine_are_few(monkeypatch, n_positions, most):
-    """GPT-2's heads on an H200's SMs; long prefixes need graphs of their own. One takes 10 to 40 ms."""
-    room = room_for(torch.bfloat16, 64, 12, 1, 132) if n_positions > LONG_PREFIX else 0
-    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: room)
-    config = small_config(n_positions=n_positions, n_heads=12, n_kv_heads=12, d_model=192)
-    joined = small_engine(
-        random_model(0, config), recipe=JOINED, max_batch_size=256, num_kv_blocks=4
-    ).step.joined
-    joined._graphs = object()
-    variants = {
-        rows: sorted({str(variant_for(rows, 12, 1 << k, 132)) for k in range(11)})
-        for rows in (32, 64, 128, 256)
-    }
-    assert len(joined.captures(variants.__getitem__)) < most
 
 
 def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(captured):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -18,10 +17,10 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from rosellm.roseinfer.kernels.table import TRITON
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
-from rosellm.roseinfer.recipe import BEFORE, LADDER, SIDE_BRANCHES
+from rosellm.roseinfer.recipe import LADDER
 from tests.helpers import (
     DTYPES,
     TRITON_DEVICES,
@@ -141,17 +140,6 @@ def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_as_many_rows_as_there_can_be_agree(dtype, device):
-    model = random_model(9).to(device, dtype)
-    few, persistent = few_and_persistent(model)
-    positions = [0, 3, 4, 16, 17, 21, -1, 40]
-    assert len(positions) == PERSISTENT_ROWS
-    assert_layers_agree(few, persistent, model, positions, REAL_TOLERANCE[dtype])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(("block_size", "tile"), [(1, 16), (64, 16), (16, 64), (3, 512)])
 def test_neither_blocks_nor_tiles_change_anything(block_size, tile, device):
     model = random_model(2).to(device)
@@ -169,16 +157,6 @@ def test_only_inert_rows_write_nothing_and_are_finite(rows, device):
     hidden = few_and_persistent(model)[1](attend.state.tokens, attend.state.positions, attend)
     assert hidden.isfinite().all()
     assert attend.blocks.k_cache.isnan().all() and attend.blocks.v_cache.isnan().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_calls_one_after_the_other_share_the_count(device):
-    model = random_model(4).to(device)
-    few, persistent = few_and_persistent(model)
-    for calls in range(1, 4):
-        assert_layers_agree(few, persistent, model, [9, 2], seed=calls)
-        assert persistent.count.item() == calls * 5 * model.config.n_layers * persistent.programs
 
 
 @pytest.mark.slow
@@ -227,25 +205,6 @@ def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_
     with pytest.raises(RecipeError, match="requires a checkout") as raised:
         small_engine(random_model(0), recipe="persistent_kernel")
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
-def test_only_a_recipe_that_asks_loads_the_exhibit():
-    program = "import sys; from rosellm.roseinfer import engine; print(sorted(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert "rosellm.roseinfer.exhibits" in told.stdout and "persistent_layers" not in told.stdout
-
-
-def test_torch_twins_have_no_persistent_kernel():
-    model = random_model(0)
-    others = build_layers(*SMALL_M, model, TORCH)
-    assert persistent_for_few(others, model, TORCH) is others
-
-
-def test_the_rung_is_a_side_branch_that_changes_the_products_only():
-    assert BEFORE["persistent_kernel"] == "dependent_launch" and "persistent_kernel" in SIDE_BRANCHES
-    change = {"exhibit": ("none", "persistent_layers")}
-    assert LADDER["dependent_launch"].difference(LADDER["persistent_kernel"]) == change
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)

@@ -84,11 +84,6 @@ def test_every_program_is_a_bar_in_the_lane_of_its_processor_and_the_longest_row
     assert all(line.x0 == line.x1 == ways["cut"].fair for line in chart.layout.shapes)
 
 
-def test_rows_of_one_length_have_none_that_is_the_longest():
-    chart = timeline({"whole": deal([50, 50], Variant(16), 3, 2)}, "t")
-    assert {colour for *_, colour in bars(chart.data[0])} == set(COLOURS[:2])
-
-
 def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
     lengths = [960] + [237] * 255
     ways = {
@@ -105,8 +100,3 @@ def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
 def test_rows_without_tokens_and_no_processors_are_told(lengths, processors):
     with pytest.raises(ChartError, match="give rows of at least one token"):
         deal(lengths, Variant(16), 1, processors)
-
-
-def test_nothing_to_draw_is_told():
-    with pytest.raises(ChartError, match="no launch"):
-        timeline({}, "t")

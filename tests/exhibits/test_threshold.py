@@ -35,11 +35,6 @@ def test_its_table_counts_what_is_left_at_each_stage():
     assert [row[-1] for row in rows] == ["–", "–", "3.00", "4.00", "3.50"]
 
 
-def test_what_is_empty_is_left_out_of_the_legend():
-    names = [trace.name for trace in chart_of(bound=0.0, lowest_kept=0.0).data]
-    assert names == ["candidate that is kept", "drawn, in order"]
-
-
 def test_a_real_vocabulary_is_a_small_figure():
     chart = threshold_chart(
         [i / 7 for i in range(1187)], 128, 169.0, [(1186, 169.3)], [(1186, 169.3)], 169.3, "t"

@@ -100,10 +100,6 @@ def test_of_equal_files_only_the_first_is_kept_whichever_side_it_is_on(folder: P
     assert read_corpus(folder) == before
 
 
-def test_sizes_are_counted_in_bytes_of_utf8() -> None:
-    assert Source("a.py", "é = '✓'\n").n_bytes == len("é = '✓'\n".encode()) == 11
-
-
 def test_a_subset_takes_the_first_files_of_both_sides() -> None:
     sources = tuple(Source(f"{i}.py", "x" * 100) for i in range(50))
     subset = Corpus(sources, sources).subset(1000)
@@ -114,11 +110,6 @@ def test_the_digest_tells_a_changed_text_a_changed_path_and_nothing_else() -> No
     a, b, c = Source("a.py", "x"), Source("b.py", "x"), Source("a.py", "y")
     assert Corpus((a,), (b,)).digest() == Corpus((a,), (b,)).digest()
     assert len({Corpus((first,), (b,)).digest() for first in (a, b, c)}) == 3
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RoseError, match="'.*absent' is not a folder"):
-        read_corpus(tmp_path / "absent")
 
 
 def test_a_corpus_needs_a_file_on_both_sides(tmp_path: Path) -> None:
@@ -135,10 +126,3 @@ def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_hel
     held_out = sum(source.n_bytes for source in standard_library.validation)
     assert train > 5_000_000
     assert 0.005 < held_out / (train + held_out) < 0.05
-
-
-@pytest.mark.slow
-def test_no_text_of_the_standard_library_is_on_both_sides(standard_library: Corpus) -> None:
-    train = {source.text for source in standard_library.train}
-    assert not any(source.text in train for source in standard_library.validation)
-    assert not set(paths(standard_library.train)) & set(paths(standard_library.validation))
