@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import CAUSES, PALE, VIOLET, fill
+from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.model_ladder import IDLE, OTHER_WORK, ROLES, RoleTime, by_role
 from rosellm.lab.records.records import number
 
+# The causes of ledger rows that a role combines; rows in which nothing runs are "idle".
+ROLES = {
+    "GEMM": ("GEMM", "layers"),
+    "head": ("head",),
+    "attention": ("attention", "append"),
+    "norm": ("norm",),
+    "sampling": ("sampling",),
+}
+OTHER_WORK, IDLE = "other work", "idle"
 STYLES = CAUSES | {OTHER_WORK: (VIOLET, "/"), IDLE: (PALE, "")}
 
 
@@ -40,3 +50,22 @@ def roles_chart(ledgers: Mapping[str, Ledger], title: str) -> Chart:
     rows = [[name, role, *time] for name, one in roles.items() for role, time in one.items()]
     chart.table = text_table(["", "role", "µs", "floor, µs"], rows)
     return finish(chart, title, 66 * len(ledgers), legend=drawn)
+
+
+class RoleTime(NamedTuple):
+    """µs of a step, and their lower bound; None if unknown."""
+
+    us: float
+    floor_us: float | None
+
+
+def by_role(ledger: Ledger) -> dict[str, RoleTime]:
+    """Return role → time in the order of ``ROLES``, then other work and idle; zero times are omitted."""
+    us = dict.fromkeys([*ROLES, OTHER_WORK, IDLE], 0.0)
+    floors: dict[str, list[float]] = {role: [] for role in us}
+    for row in ledger.rows:
+        role = next((role for role, causes in ROLES.items() if row.cause in causes), OTHER_WORK)
+        role = role if row.kind in WORKING else IDLE
+        us[role] += row.us
+        floors[role] += [] if row.floor_us is None else [row.floor_us]
+    return {role: RoleTime(spent, sum(floors[role]) or None) for role, spent in us.items() if spent}

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, ORANGE, PALETTE, TEXT, fill
 from rosellm.lab.figures.svg import BELOW_TITLE, DASHED, Picture, picture, rect, texts
-from rosellm.lab.records.cuts import CutMatrix, SummedStep
 from rosellm.lab.records.records import number
+from rosellm.roseinfer.exhibits import load_exhibit
+
+cuts = load_exhibit("cuts")
 
 MOST_PIXELS, LEAST_PIXELS, GAP, LABELS = 150.0, 14.0, 34.0, 58.0
 
 
-def shards(matrices: Sequence[CutMatrix], n_ranks: int, title: str) -> Picture:
+def shards(matrices: Sequence[cuts.CutMatrix], n_ranks: int, title: str) -> Picture:
     """Draw all matrices to one scale, each rank's shard in its colour; a far taller one is shortened."""
     widest = max(one.columns for one in matrices)
     tallest = sorted(one.rows for one in matrices)[-2]  # the head's vocabulary would dwarf the others
@@ -31,7 +33,7 @@ def shards(matrices: Sequence[CutMatrix], n_ranks: int, title: str) -> Picture:
 
 
 def _matrix(
-    one: CutMatrix, at: tuple[float, float], size: tuple[float, float], is_cut_off: bool
+    one: cuts.CutMatrix, at: tuple[float, float], size: tuple[float, float], is_cut_off: bool
 ) -> list[str]:
     (x, y), (width, height) = at, size
     parts = []
@@ -51,7 +53,7 @@ def _colour(rank: int) -> str:
     return PALETTE[rank % len(PALETTE)]
 
 
-def _in_words(matrices: Sequence[CutMatrix]) -> str:
+def _in_words(matrices: Sequence[cuts.CutMatrix]) -> str:
     rows = [
         [one.name, one.rows, one.columns, "columns" if one.is_cut_by_columns else "rows", one.elements(0)]
         for one in matrices
@@ -59,7 +61,7 @@ def _in_words(matrices: Sequence[CutMatrix]) -> str:
     return text_table(["", "rows", "columns", "cut by", "elements of rank 0"], rows)
 
 
-def sums_over_time(step: SummedStep, title: str) -> Chart:
+def sums_over_time(step: cuts.SummedStep, title: str) -> Chart:
     """Draw one decode step of rank 0 on an axis in µs: computing, and summing or waiting for a sum."""
     chart = Chart()
     lanes = {"computes": (step.computing, BLUE, ""), "sums": (step.sums, ORANGE, "/")}

@@ -1,10 +1,12 @@
 """Notebook 28: one step of Qwen3-0.6B in three records, the ends of GPT-2's ladder, the largest weights."""
 
 from rosellm.lab.figures import models
-from rosellm.lab.records import model_ladder
 from rosellm.lab.records.records import REFERENCE, Results, read_us, results_folder
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.prose import claim, prose
+
+model_ladder = load_exhibit("model_ladder")
 
 
 def test_the_three_records_of_one_step_are_those_named():

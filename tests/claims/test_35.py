@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rosellm.lab.records import all_reduce, cuts, two_gpus
+from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.records import find, read_us
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.claims.prose import claim, prose, said
 from tests.claims.reading import number
 
+cuts = load_exhibit("cuts")
 TEXT = prose("35")
 US = {way: times["8"]["median"] for way, times in all_reduce.recorded(find())["us"].items()}
 FASTEST = min(us - US["none"] for way, us in US.items() if way != "none")

@@ -11,8 +11,8 @@ import pytest
 from rosellm.lab.figures.busy import README_BATCH, steps_of
 from rosellm.lab.records import prompt_attention
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
 from rosellm.lab.records.records import _rivals_file, find
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.reading import ROOT, falsified, number, rows, wrong
 
@@ -93,13 +93,13 @@ def steps_table(text: str) -> Claims:
     recorded = [Ledger.from_dict(one[BEST_RUNG]) for one in H200.figures("ledger").values()]
     ledgers["GPT-2 small"] = {(one.batch, round(one.context)): one for one in recorded}
     for model in ("Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B"):
-        own = recorded_ledgers(H200, model).values()
+        own = load_exhibit("model_ladder").recorded_ledgers(H200, model).values()
         ledgers[model] = {(one.batch, round(one.context)): one for one in own}
     claims: Claims = []
     for model, size, *cells in rows(text, "steps"):
         batch, context = (int(number(one)) for one in size.split("×"))
         ledger = ledgers[model][batch, context]
-        roles = by_role(ledger)
+        roles = load_exhibit("roles_chart").by_role(ledger)
         above = [roles[name].us - (roles[name].floor_us or 0) for name in ("GEMM", "attention", "norm")]
         floor = ledger.floor_us or 0.0
         claims += zip([ledger.step_us, floor, 100 * floor / ledger.step_us, *above], cells, strict=True)

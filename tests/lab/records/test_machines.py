@@ -22,10 +22,12 @@ from rosellm.lab.records.machines import (
     names_of,
     this_machine,
 )
-from rosellm.lab.records.model_ladder import speeds_beside
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
 from rosellm.lab.rung import open_rung
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.made_up_machine import FOLDER, LACKING, NAME, add_made_up_machine
+
+speeds_beside = load_exhibit("model_ladder").speeds_beside
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from rosellm.bench.arrivals import Arrival
 from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
@@ -65,25 +64,6 @@ def test_each_decode_step_with_a_prompt_beside_it_is_timed_once_and_leaves_no_bl
     assert len(seconds) == 3 and min(seconds) > 0
     assert len(began) == (3 + one_pass.IN_FLIGHT if way == "joined" else 0)
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
-
-
-def test_products_between_recorded_rows_lie_on_straight_lines() -> None:
-    recorded = passes.recorded_products()
-    assert passes.products_us(64) == recorded[64]
-    assert passes.products_us(96) == pytest.approx((recorded[64] + recorded[128]) / 2)
-
-
-def test_a_row_that_ends_is_given_to_the_next_request_in_the_following_step() -> None:
-    requests = [Arrival(0.0, prompt, new) for prompt, new in ((5, 2), (6, 4), (7, 3), (900, 1))]
-    assert passes.taken_by(requests, together=2) == [(0, 11), (2, 0), (1, 7), (2, 0), (1, 900)]
-    assert passes.taken_by(requests, together=4, budget=12) == [(0, 18), (3, 900), (2, 0), (1, 0)]
-
-
-def test_what_is_saved_is_a_pass_for_each_step_that_prompts_join() -> None:
-    steps = [(0, 500), (256, 0), (256, 264), (256, 5000)]
-    us = passes.products_us
-    assert passes.saved_us(steps) == us(256) + us(264) - us(520) > 0
-    assert [passes.joins(*step) for step in steps] == [False, False, True, False]
 
 
 def test_passes_are_drawn_one_after_the_other_with_their_numbers_below() -> None:

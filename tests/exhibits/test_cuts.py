@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from rosellm.errors import OptionError
-from rosellm.lab.records import cuts
 from rosellm.models.loading import arch_of
 from rosellm.models.model import Transformer
 from rosellm.models.part import Part
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.tensor_parallel import load_engine
 
-_shards = load_exhibit("shards")
+cuts, _shards = load_exhibit("cuts"), load_exhibit("shards")
 shards, sums_over_time = _shards.shards, _shards.sums_over_time
 
 MODELS = {name: arch_of(name) for name in ("rose-tiny", "rose-tiny-qwen3")} | cuts.MODELS
-CUT = [
-    (name, n) for name, n in [("rose-tiny", 2), ("rose-tiny", 4), ("rose-tiny-qwen3", 2), ("Llama-3.1-8B", 8)]
-]
+CUT = [("rose-tiny", 4), ("rose-tiny-qwen3", 2), ("Llama-3.1-8B", 8)]
 
 
 @pytest.mark.slow
@@ -103,10 +100,3 @@ def test_shards_are_drawn_in_a_colour_for_each_rank_and_told_in_words():
     assert "out" in drawn.description and "columns" in drawn.description
     large = shards(cuts.cut_matrices(cuts.MODELS["Qwen3-0.6B"], 2), 2, "cut")
     assert "(drawn shorter)" in large.svg and "151,936 rows" in large.svg
-
-
-def test_ranks_run_on_the_cpu_where_there_are_fewer_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    gpu = torch.device("cuda")
-    assert [cuts.few_gpus_device(n, gpu) for n in (2, 3)] == ["cuda", "cpu"]
-    assert cuts.few_gpus_device(2, torch.device("cpu")) == "cpu"

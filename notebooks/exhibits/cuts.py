@@ -127,11 +127,6 @@ class _Watched:
         return getattr(self.collectives, name)
 
 
-def few_gpus_device(n_ranks: int, device: torch.device) -> str:
-    """Return where ``n_ranks`` ranks run: on ``device``, or on the CPU if there are fewer GPUs."""
-    return "cpu" if torch.cuda.device_count() < n_ranks else device.type
-
-
 def decoded(
     engine: Engine, prompts: list[list[int]], n_steps: int
 ) -> tuple[list[list[int]], list[SummedStep]]:

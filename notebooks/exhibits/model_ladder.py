@@ -1,14 +1,12 @@
-"""The ladder on modern models: recorded steps, predictions from GPT-2's, and ledgers by role."""
+"""The ladder on modern models: recorded steps and ledgers, and predictions from GPT-2's steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.errors import RecipeError
-from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.model_runs import RIVAL, short_name
@@ -21,15 +19,6 @@ from rosellm.roseinfer.recipe import LADDER
 
 TWINS = {"D1": "W0", "D64": "W2"}  # equal batch and cached tokens; W0 and W2 use GPT-2 small
 GPT2, BYTES = KNOWN_SHAPES["gpt2"], 2
-# The causes of ledger rows that a role combines; rows in which nothing runs are "idle".
-ROLES = {
-    "GEMM": ("GEMM", "layers"),
-    "head": ("head",),
-    "attention": ("attention", "append"),
-    "norm": ("norm",),
-    "sampling": ("sampling",),
-}
-OTHER_WORK, IDLE = "other work", "idle"
 
 
 def gpt2_ladder(results: Results, workload: str) -> dict[str, float]:
@@ -138,22 +127,3 @@ def _of(results: Results, model: str, record: str, option: str) -> Results:
         command = f"python -m rosellm.lab.records.model_runs --model {full} --workloads '' {option}"
         raise RecordError(f"{model} has no record {record!r} yet; on its GPU make it with: {command}")
     return own
-
-
-class RoleTime(NamedTuple):
-    """µs of a step, and their lower bound; None if unknown."""
-
-    us: float
-    floor_us: float | None
-
-
-def by_role(ledger: Ledger) -> dict[str, RoleTime]:
-    """Return role → time in the order of ``ROLES``, then other work and idle; zero times are omitted."""
-    us = dict.fromkeys([*ROLES, OTHER_WORK, IDLE], 0.0)
-    floors: dict[str, list[float]] = {role: [] for role in us}
-    for row in ledger.rows:
-        role = next((role for role, causes in ROLES.items() if row.cause in causes), OTHER_WORK)
-        role = role if row.kind in WORKING else IDLE
-        us[role] += row.us
-        floors[role] += [] if row.floor_us is None else [row.floor_us]
-    return {role: RoleTime(spent, sum(floors[role]) or None) for role, spent in us.items() if spent}
