@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, why_lacking
-from rosellm.lab.records.records import RecordError, Results, UnlikeError, find, number, read_us
+from rosellm.lab.records.records import RecordError, Results, find, number, read_us
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
 from rosellm.lab.records.timelines import STEPS
@@ -32,11 +33,16 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def _undisturbed(figures: Mapping[str, Any], told: str) -> Ledger:
+def _undisturbed(figures: Mapping[str, Any], name: str) -> Ledger:
     ledger = Ledger.from_dict(figures)
     if ledger.is_disturbed:
-        raise RecordError(f"the profiler disturbed the ledger of {told}")
+        raise RecordError(f"the profiler disturbed the ledger of {name}")
     return ledger
+
+
+def _draw_waterfall(ledgers: Mapping[int, Sequence[Ledger]], batch: int) -> None:
+    before, after = ledgers[batch]
+    show(waterfall(before, after))
 
 
 @dataclass(kw_only=True)
@@ -70,7 +76,7 @@ class RecordedPair:
         self.predicted = saved_us
 
         def figures(results: Results, workload: str) -> list[Any]:
-            before, us = self.steps_on(results, workload)[0].us, saved_us[workload]
+            before, us = self.step_us(workload, results)[0].us, saved_us[workload]
             return [before, us, us / before * 100] if results is self.results else [before, None, None]
 
         self.print_table(["", "step before, µs", "predicted to save, µs", "%"], saved_us, figures)
@@ -83,16 +89,22 @@ class RecordedPair:
         """
 
         def figures(results: Results, workload: str) -> list[Any]:
-            old, new = self.steps_on(results, workload)
+            old, new = self.step_us(workload, results)
             least, most = old.range_us[0] - new.range_us[1], old.range_us[1] - new.range_us[0]
             us = self.predicted[workload] if results is self.results else None
+            by_runs = None  # if no session ran both rungs
+            if workload in self.verdicts(results):
+                before, after = self.whole_run_us(workload, results)
+                by_runs = before - after
             engines = f"{number(least)} to {number(most)}"
-            return [old.us, new.us, us, old.us - new.us, engines, self._saved_in_runs(results, workload)]
+            return [old.us, new.us, us, old.us - new.us, engines, by_runs]
 
         headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
         self.print_table([*headers, "by whole runs"], self.predicted, figures)
         print("single engines: the least and the most that an engine of each shows")
-        steps, runs = (self.results.environment_line(name)[-10:] for name in self._sessions())
+        workload = next(iter(self.predicted))
+        records = f"steps-{workload}", f"{workload}-{self.after}"
+        steps, runs = (self.results.environment_line(name)[-10:] for name in records)
         if steps != runs:
             print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
 
@@ -108,32 +120,21 @@ class RecordedPair:
         names = steps(self.results, STEP_WORKLOADS[0])
         self.print_table(["µs a step", *STEP_WORKLOADS], names, figures)
 
-    def step_us(self, workload: str) -> tuple[StepTimes, StepTimes]:
-        """Return the recorded decode steps of both rungs at a workload's batch size and mid-run context."""
-        return self.steps_on(self.results, workload)
+    def step_us(self, workload: str, results: Results | None = None) -> tuple[StepTimes, StepTimes]:
+        """Return the recorded decode steps of both rungs at a workload's batch size and mid-run context.
 
-    def whole_run_us(self, workload: str) -> tuple[float, float]:
-        """Return µs per decode step implied by whole runs of both rungs: batch over tokens per second."""
-        return self._whole_run_us(self.results, workload)
-
-    def steps_on(self, results: Results, workload: str) -> tuple[StepTimes, StepTimes]:
-        """Return ``step_us`` of one of the machines. Raises RecordError."""
-        if results is not self.results:
+        results: a machine's records, by default the reference's. Raises RecordError.
+        """
+        if results is not None and results is not self.results:
             check_same_size(results, self.results, f"steps-{workload}")
-        old, new = steps_of(results, workload, self.before, self.after)
+        old, new = steps_of(results or self.results, workload, self.before, self.after)
         return old, new
 
-    def _whole_run_us(self, results: Results, workload: str) -> tuple[float, float]:
-        batch = WORKLOADS[workload].max_batch_size
-        one, other = (batch / results.value(workload, rung) * 1e6 for rung in (self.before, self.after))
-        return one, other
-
-    def _saved_in_runs(self, results: Results, workload: str) -> float | None:
-        """Return the µs per step that whole runs imply; None if no session ran both rungs."""
-        if workload not in self._verdicts(results):
-            return None
-        before, after = self._whole_run_us(results, workload)
-        return before - after
+    def whole_run_us(self, workload: str, results: Results | None = None) -> tuple[float, float]:
+        """Return µs per decode step implied by whole runs of both rungs: batch over tokens per second."""
+        batch, found = WORKLOADS[workload].max_batch_size, results or self.results
+        before, after = (batch / found.value(workload, rung) * 1e6 for rung in (self.before, self.after))
+        return before, after
 
     def print_table(
         self, headers: Sequence[str], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
@@ -151,7 +152,7 @@ class RecordedPair:
         Raises the reference's RecordError.
         """
         for results in self.machines:
-            found, why = None, why_lacking(None)
+            found, why = None, RecordError.why
             try:
                 found = read(results)
             except LACKING as error:
@@ -163,86 +164,37 @@ class RecordedPair:
             else:
                 print(f"{why}, {name_of(results)}")
 
-    def _having(self, record: str) -> list[Results]:
-        """Return the machines with ``record`` of both rungs; print a line for each other one."""
-        having = [self.results]
-        for results in self.others:
-            why = self._why_without(results, record)
-            if why is None:
-                having.append(results)
-            else:
-                print(f"{why}, {name_of(results)}")
-        return having
-
-    def _why_without(self, results: Results, record: str) -> str | None:
-        """Return why a machine cannot show ``record`` of both rungs; None if it can."""
-        try:
-            recorded = results.figures(record)
-        except UnlikeError as error:
-            return f"{record!r} {error.why}"
-        except RecordError:
-            recorded = {}
-        both = {self.before, self.after}
-        if self.after in recorded or (recorded and all(both <= set(one) for one in recorded.values())):
-            return None
-        return f"no record {record!r} of these rungs"
-
-    def _sessions(self) -> tuple[str, str]:
-        """Return the names of the records of a step and of a whole run."""
-        workload = next(iter(self.predicted))
-        return f"steps-{workload}", f"{workload}-{self.after}"
-
     def timeline(self) -> None:
         """Draw consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
-        for results in self._having("timelines"):
-            recorded = results.figures("timelines", self.after)
-            old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
-            title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {name_of(results)}"
+        for name, recorded in self.each_machine(lambda one: one.figures("timelines", self.after)):
+            old, new = (Trace.from_dict(recorded[rung]) for rung in (self.before, self.after))
+            title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {name}"
             show(timeline(old, new, (self.before, self.after), title))
-
-    def recorded_equality(self) -> None:
-        """Print, by dtype, the share of tokens equal to ``dense``'s and the largest logit difference."""
-        kinds = self.results.figures("equality")
-
-        def figures(results: Results, kind: str) -> list[Any]:
-            recorded = results.figures("equality", kind, self.after)
-            return [f"{recorded['share_of_tokens_equal']:.1%}", recorded["max_logit_difference"]]
-
-        here = [kind for kind in kinds if self.after in kinds[kind]]
-        if not here:
-            print(f"no tokens of {self.after} are recorded yet")
-            return
-        self.print_table(["recorded", "tokens equal to dense", "logits at most apart"], here, figures)
 
     def waterfall(self, first: int | None = None) -> None:
         """Draw where the recorded µs of a step went, by cause; skips ledgers disturbed by the profiler.
 
         first: the batch shown first, by default the largest.
         """
-        for results in self._having("ledger"):
-            if results is not self.results:
-                say(f"**{name_of(results)}**")
-            self._waterfall(results.figures("ledger"), first)
+        for name, ledgers in self.each_machine(self._ledgers):
+            if name != name_of(self.results):
+                say(f"**{name}**")
+            usable = {n: two for n, two in ledgers.items() if not any(one.is_disturbed for one in two)}
+            if not usable:
+                say("The profiler disturbed every recorded ledger of these two rungs: no waterfall is drawn.")
+            elif len(usable) == 1:
+                _draw_waterfall(usable, *usable)
+            else:
+                shown = first if first in usable else max(usable)
+                batches = Control("batch, sequences", list(usable), first=shown)
+                explore(partial(_draw_waterfall, usable), batch=batches)
 
-    def _waterfall(self, recorded: dict[str, Any], first: int | None) -> None:
-        ledgers = {
+    def _ledgers(self, results: Results) -> dict[int, list[Ledger]]:
+        """Return batch → the recorded ledgers of both rungs."""
+        return {
             int(batch): [Ledger.from_dict(rungs[rung]) for rung in (self.before, self.after)]
-            for batch, rungs in recorded.items()
+            for batch, rungs in results.figures("ledger").items()
         }
-        usable = {batch: two for batch, two in ledgers.items() if not any(one.is_disturbed for one in two)}
-        if not usable:
-            say("The profiler disturbed every recorded ledger of these two rungs: no waterfall is drawn.")
-            return
-
-        def draw(batch: int) -> None:
-            before, after = usable[batch]
-            show(waterfall(before, after))
-
-        if len(usable) == 1:
-            draw(*usable)
-        else:
-            shown = first if first in usable else max(usable)
-            explore(draw, batch=Control("batch, sequences", list(usable), first=shown))
 
     def ledger(self, batch: int) -> Ledger:
         """Return the recorded ledger of this rung's step. Raises RecordError."""
@@ -265,15 +217,14 @@ class RecordedPair:
         Returns the ledgers of the one machine with this record; ``others`` like it are printed too.
         """
         first = find(MIXED_LEDGERS)
-        machines = [first, *(replace(one, like=first) for one in self.others if one.folder != first.folder)]
+        others = tuple(replace(one, like=first) for one in self.others if one.folder != first.folder)
 
         def figures(results: Results, workload: str) -> list[Any]:
             ledger = _undisturbed(results.figures("ledger_w8", workload), workload)
             return [ledger.step_us, ledger.floor_us, *map(ledger.us_by_cause().get, CAUSES)]
 
-        recorded = first.figures("ledger_w8")
-        rows, lacking = beside(machines, recorded, figures)
-        show_table([f"{name_of(first)}, µs" if len(machines) == 1 else "µs", *HEADS], rows, *lacking)
+        recorded, label = first.figures("ledger_w8"), "µs" if others else f"{name_of(first)}, µs"
+        replace(self, results=first, others=others).print_table([label, *HEADS], recorded, figures)
         return {workload: Ledger.from_dict(one) for workload, one in recorded.items()}
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
@@ -282,24 +233,25 @@ class RecordedPair:
 
     def recorded(self) -> None:
         """Draw whole-run tokens per second of both rungs, as recorded."""
-        recorded = {results: self._verdicts(results) for results in self.machines}
-        for results in [results for results, found in recorded.items() if not found]:
-            why = "have no records yet" if not self._recorded_runs(results) else "were not recorded together"
+        shown = []
+        for results in self.machines:
+            measured = self._measured(results)
+            if any(one.same_session for one in measured):
+                shown.append(results)
+                continue
+            why = "were not recorded together" if measured else "have no records yet"
             say(f"`{self.before}` and `{self.after}` {why} on {name_of(results)}.")
-        shown = [results for results, found in recorded.items() if found]
         if shown:
             show(pair.recorded_chart(shown, self.before, self.after))
         for results in shown:
-            print(results.environment_line(f"{next(iter(recorded[results]))}-{self.after}"))
+            print(results.environment_line(f"{next(iter(self.verdicts(results)))}-{self.after}"))
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """Return workload → the verdict that the records support."""
-        return self._verdicts(self.results)
+    def verdicts(self, results: Results | None = None) -> dict[str, Verdict]:
+        """Return workload → the verdict that a machine's records support, by default the reference's."""
+        measured = self._measured(results or self.results)
+        return {one.workload: one for one in measured if one.same_session}
 
-    def _verdicts(self, results: Results) -> dict[str, Verdict]:
-        return {one.workload: one for one in self._recorded_runs(results) if one.is_comparable}
-
-    def _recorded_runs(self, results: Results) -> list[Verdict]:
+    def _measured(self, results: Results) -> list[Verdict]:
         return [one for one in verdicts(results, self.before, self.after) if one.is_measured]
 
     def verdict(self) -> None:
@@ -307,11 +259,9 @@ class RecordedPair:
 
         A line names the workloads recorded in different sessions, which are not compared.
         """
-        recorded = {results: self._verdicts(results) for results in self.machines}
+        recorded = {results: self.verdicts(results) for results in self.machines}
 
         def figures(results: Results, workload: str) -> list[Any]:
-            if workload not in recorded[results]:
-                raise RecordError(f"{results.folder.name} has no verdict on {workload}")
             one = recorded[results][workload]
             spread = f"{one.spread / median(one.before):.1%}"
             return [median(one.before), median(one.after), one.change, spread, one.word]
@@ -320,12 +270,8 @@ class RecordedPair:
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
         if workloads:
             self.print_table(headers, workloads, figures)
-        self._print_apart()
-
-    def _print_apart(self) -> None:
-        """Print the workloads on which the rungs were recorded in different sessions."""
         for results in self.machines:
-            apart = [one.workload for one in self._recorded_runs(results) if not one.same_session]
+            apart = [one.workload for one in self._measured(results) if not one.same_session]
             if apart:
                 print(f"{' '.join(apart)}: recorded in different sessions, so not compared")
 

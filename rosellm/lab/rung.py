@@ -96,14 +96,6 @@ class Rung(RecordedPair):
         prompts = make_prompts(batch, prompt_length, self.gpt.config.vocab_size)
         return Bench(self.gpt, self.after, prompts, new_tokens, **options)
 
-    @staticmethod
-    def poison_free_blocks(bench: Bench) -> None:
-        """Fill every free KV block with NaN."""
-        blocks, n = bench.engine.blocks, bench.engine.num_kv_blocks
-        with torch.inference_mode():
-            free = [block for block in range(n) if not blocks.ref_count(block)]
-            blocks.k_cache[:, free] = blocks.v_cache[:, free] = float("nan")
-
     def compare(self) -> None:
         """Run both here on the same prompts: work, copies and allocations per step, and on a GPU its time.
 

@@ -6,7 +6,6 @@ A machine is a folder of records, named after its device. Adding the folder is a
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,30 +39,23 @@ def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[R
     a record whose model or size differs from the reference's.
     """
     asked = [name.strip() for name in record.split(",")]
-    found = [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
-    if len(found) == 1:
-        return found
-    names = Counter(map(name_of, found))
-    first, *others = (replace(one, is_namesake=names[name_of(one)] > 1) for one in found)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    asked = [this_machine(here) if name == HERE else name for name in asked]
+    first, *others = (find(name, folder) for name in dict.fromkeys([REFERENCE, *asked]))
     return [first, *(replace(one, like=first) for one in others)]
-
-
-def _folder(name: str) -> str:
-    return (
-        this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if name == HERE else name
-    )
 
 
 def name_of(results: Results) -> str:
     """Return the device's name, with the dtype on a CPU; the folder's name if no record has one.
 
-    Machines with equal names also show their folder's name.
+    A folder that is not named after its device is added.
     """
     try:
-        name = f"{results.device_name}{'' if results.is_gpu else ', fp32'}"
+        device = results.device_name
     except RecordError:
         return results.folder.name
-    return f"{name} ({results.folder.name})" if results.is_namesake else name
+    name, folder = f"{device}{'' if results.is_gpu else ', fp32'}", results.folder.name
+    return name if folder == folder_name(device) else f"{name} ({folder})"
 
 
 def names_of(machines: Sequence[Results]) -> list[str]:
@@ -81,10 +73,9 @@ def beside(
     """
     rows: list[list[Any]] = []
     lacking: dict[str, list[str]] = {}
-    names, keys = names_of(machines), list(keys)
-    for key in keys:
-        label = ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        for results, name in zip(machines, names, strict=True):
+    labels = {key: ", ".join(map(str, key)) if isinstance(key, tuple) else str(key) for key in keys}
+    for key, label in labels.items():
+        for results, name in zip(machines, names_of(machines), strict=True):
             try:
                 rows.append([f"{label}{name}", *figures(results, key)])
             except LACKING as error:
@@ -92,16 +83,12 @@ def beside(
                 if len(machines) == 1 or is_typo:
                     raise
                 lacking.setdefault(f"{why_lacking(error)}{name}", []).append(label)
-    return rows, [_told(line, labels, len(keys)) for line, labels in lacking.items()]
+    return rows, [why if len(of) == len(labels) else f"{why}: {'; '.join(of)}" for why, of in lacking.items()]
 
 
-def why_lacking(error: Exception | None) -> str:
-    """Return the message for a figure that raised ``error``; None: that does not exist."""
-    return error.why if isinstance(error, UnlikeError) else "no such record"
-
-
-def _told(line: str, lacking: Sequence[str], n_keys: int) -> str:
-    return line if len(lacking) == n_keys else f"{line}: {'; '.join(lacking)}"
+def why_lacking(error: Exception) -> str:
+    """Return, for readers, why the figure that raised ``error`` is missing."""
+    return getattr(error, "why", RecordError.why)
 
 
 def check_same_size(results: Results, reference: Results, record: str) -> None:

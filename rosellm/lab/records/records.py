@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import rosellm
 from rosellm.bench.workloads import WORKLOADS, Workload
@@ -28,12 +28,11 @@ SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_
 class RecordError(RoseError):
     """A record, figure or records folder that does not exist or cannot be read."""
 
+    why = "no such record"  # for readers of a table from which it is missing
+
 
 class UnlikeError(RecordError):
-    """A record whose model or size differs from the record it would be compared with.
-
-    ``why`` is the explanation for readers.
-    """
+    """A record whose model or size differs from the record it would be compared with."""
 
     def __init__(self, where: str, differences: Iterable[str]) -> None:
         self.why = f"recorded with {' and '.join(differences)}"
@@ -83,13 +82,11 @@ def results_folder() -> Path:
 class Results:
     """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named after their contents.
 
-    like: records to compare with; equally named records must have the same model and size. is_namesake:
-    another machine shown has the same device name, so that only the folder distinguishes them.
+    like: records to compare with; equally named records must have the same model and size.
     """
 
     folder: Path
     like: Results | None = None
-    is_namesake: bool = False
 
     def names(self) -> list[str]:
         """Return the names of all records, in alphabetical order."""
@@ -102,7 +99,7 @@ class Results:
         """
         path = self._path(name)
         if self.like is not None and name in self.like.names():
-            differences = _facts(path).differences(_facts(self.like._path(name)))
+            differences = _differences(_facts(path), _facts(self.like._path(name)))
             if differences:
                 raise UnlikeError(f"{name} of {self.folder.name}", differences)
         return _read(path)
@@ -112,8 +109,7 @@ class Results:
         found = self.load(name)["figures"]
         for key in keys:
             if key not in found:
-                there = _listed(found)
-                raise RecordError(f"{name} of {self.folder.name} has no {key!r}: it has {there}")
+                raise RecordError(f"{name} of {self.folder.name} has no {key!r}: it has {_listed(found)}")
             found = found[key]
         return found
 
@@ -147,13 +143,10 @@ class Results:
         Skips records of ``benchmark_rivals``, and those that depart from the workload in more than the dtype,
         which is the device's.
         """
-        prefix = f"{workload}-"
-        found = [
-            path.stem.removeprefix(prefix)
-            for path in sorted(self.folder.glob(f"{prefix}*.json"))
-            if _facts(path).is_run
-        ]
-        return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
+        runs = [path.stem for path in sorted(self.folder.glob(f"{workload}-*.json")) if _is_run(_facts(path))]
+        place = {rung: i for i, rung in enumerate(LADDER)}
+        found = [name.removeprefix(f"{workload}-") for name in runs]
+        return sorted(found, key=lambda rung: place.get(rung, len(place)))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
         """Return the median of one figure over the repeats. Raises RecordError, listing the figures.
@@ -192,42 +185,37 @@ class Results:
 
     def _environment(self, name: str | None) -> dict[str, Any]:
         wanted = self.names() if name is None else [name]
-        known = [env for env in (_facts(self._path(one)).environment for one in wanted) if env]
+        known = [env for env in (_facts(self._path(one))["environment"] for one in wanted) if env]
         if not known:
             raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
         return max(known, key=lambda env: env["time_utc"])
 
 
-class _Facts(NamedTuple):
-    """A record without its figures; is_run: it is a run of its workload by this engine."""
-
-    environment: dict[str, Any] | None
-    is_run: bool
-    model: Any  # None: no model, or unknown
-    size: str
-
-    def differences(self, other: _Facts) -> list[str]:
-        """Describe how it differs from ``other``."""
-        found = []
-        if self.model != other.model and None not in (self.model, other.model):
-            named = isinstance(self.model, str) and isinstance(other.model, str)
-            found.append("another model" + (f" ({self.model}, not {other.model})" if named else ""))
-        if self.size != other.size:
-            found.append(f"another size ({self.size}, not {other.size})")
-        return found
+def _is_run(facts: dict[str, Any]) -> bool:
+    """Whether this is a run of its workload by this engine; only its dtype may depart from the workload."""
+    departures = facts["not_comparable"] or []
+    return facts["kind"] != "rivals" and all(one.startswith("dtype=") for one in departures)
 
 
-def _facts(path: Path) -> _Facts:
-    """Read a record's facts, cached until the file changes."""
+def _differences(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Describe how model and size differ from those of another record; no model agrees with any."""
+    found, (model, other) = [], (one["model"] for one in (facts, others))
+    if model != other and None not in (model, other):
+        named = isinstance(model, str) and isinstance(other, str)
+        found.append("another model" + (f" ({model}, not {other})" if named else ""))
+    size, usual = (one["size"] or FULL_SIZE for one in (facts, others))
+    return found + ([f"another size ({size}, not {usual})"] if size != usual else [])
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Read what a record says of itself, cached until the file changes."""
     return _read_facts(path, path.stat().st_mtime_ns)
 
 
 @cache
-def _read_facts(path: Path, _modified_ns: int) -> _Facts:
+def _read_facts(path: Path, _modified_ns: int) -> dict[str, Any]:
     record = _read(path)
-    departures = record.get("not_comparable", [])
-    is_run = record.get("kind") != "rivals" and all(told.startswith("dtype=") for told in departures)
-    return _Facts(record.get("environment"), is_run, record.get("model"), record.get("size", FULL_SIZE))
+    return {name: record.get(name) for name in ("environment", "kind", "model", "size", "not_comparable")}
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:

@@ -1,4 +1,4 @@
-"""What the committed records allow to be said of two rungs."""
+"""What the committed records support about two rungs."""
 
 import math
 
@@ -28,29 +28,23 @@ def test_runs_of_different_sessions_are_not_compared():
     one = Verdict("W1", [100, 101, 102], [200, 201, 202], same_session=False)
     assert (one.change, one.sign, one.word) == ("–", 0, "not compared: different sessions")
     assert math.isnan(one.ratio)
-    apart = verdicts(find(), BEFORE["reused_index_buffers"], "reused_index_buffers")
-    assert [row.same_session for row in apart] == [False] * 6
-    assert all(row.same_session for row in verdicts(find(), BEFORE["cuda_graph"], "cuda_graph"))
+    for after, same in (("reused_index_buffers", False), ("cuda_graph", True)):
+        assert [row.same_session for row in verdicts(find(), BEFORE[after], after)] == [same] * 6
 
 
 def test_every_recorded_rung_has_three_repeats_of_every_workload():
     for after in set(find().rungs("W3")) & set(BEFORE):
         rows = verdicts(find(), BEFORE[after], after)
-        assert [len(row.before) for row in rows] == [3] * 6
-        assert [len(row.after) for row in rows] == [3] * 6
+        assert [(len(row.before), len(row.after)) for row in rows] == [(3, 3)] * 6
 
 
 def test_of_a_rung_without_records_nothing_is_said():
-    rows = verdicts(find(), "dense", "unheard_of")
+    rows = verdicts(find(), "dense", "no_such_rung")
     assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
-    assert "W1" not in recorded_chart([find()], "dense", "unheard_of").table
+    assert "W1" not in recorded_chart([find()], "dense", "no_such_rung").table
 
 
-def test_the_recorded_chart_tells_every_workload_and_change():
+def test_the_recorded_chart_has_every_workload_and_change():
     chart = recorded_chart([find()], "no_mask", "pinned_h2d")
-    table = chart.table
-    assert chart.data[0].hovertext[2] == (
-        "W2: 64 requests × 512 new tokens, 64 at a time, prompts of one token"
-    )
-    assert all(workload in table for workload in WORKLOADS)
-    assert "%" in table
+    assert chart.data[0].hovertext[2].startswith("W2: 64 requests × 512 new tokens, 64 at a time")
+    assert all(workload in chart.table for workload in WORKLOADS) and "%" in chart.table
