@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rosellm.bench.arrivals import Arrival, poisson_times
-from rosellm.errors import RoseError
-from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
+from rosellm.lab.scale.cluster import NEVER, Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.replica import Request
-from rosellm.lab.scale.routers import ROUTERS
+from rosellm.lab.scale.routers import ROUTERS, fewest_tokens
 
 ALONE = 900  # requests in the run that measures a replica's concurrency
 ROUNDS = 4  # requests per slot in the run that measures capacity
 EACH = 100  # requests per replica in a run
-FEWEST = 3  # fewest requests with a later half: those after the middle one
 Span = tuple[int, int]
 
 
@@ -32,9 +30,8 @@ class Traffic:
     def requests(self, n: int, rate: float | None = None, seed: int = 0) -> list[Arrival]:
         """Draw ``n`` requests from a Poisson process of ``rate`` requests per second; None: all at once."""
         random = np.random.default_rng([seed, n])
-        prompts, new, long = (
-            random.integers(low, high + 1, n) for low, high in (self.prompt, self.new, self.long)
-        )
+        spans = (self.prompt, self.new, self.long)
+        prompts, new, long = (random.integers(low, high + 1, n) for low, high in spans)
         prompts = np.where(random.random(n) < self.long_share, long, prompts)
         times = [0.0] * n if rate is None else poisson_times(rate, n, seed)
         return [Arrival(*row) for row in zip(times, prompts.tolist(), new.tolist(), strict=True)]
@@ -73,9 +70,8 @@ class Limits:
 
     def keeps(self, request: Request) -> bool:
         """Return whether the request was served within both limits."""
-        return request.first - request.arrival <= self.ttft_s + self.alone(request.prompt) and (
-            request.gap <= self.gap_s
-        )
+        is_early = request.first - request.arrival <= self.ttft_s + self.alone(request.prompt)
+        return is_early and max(request.itl, default=0.0) <= self.gap_s
 
     def share(self, outcome: Outcome) -> float:
         """Return the share of requests served within both limits."""
@@ -85,42 +81,26 @@ class Limits:
 def capacity(fleet: Fleet, traffic: Traffic) -> float:
     """Return the requests per second that one replica serves while all its slots are taken."""
     n = ROUNDS * fleet.most
-    outcome = simulate_cluster(traffic.requests(n), replace(fleet, n=1), ROUTERS["fewest tokens"]())
+    outcome = simulate_cluster(traffic.requests(n), fleet.of(1), fewest_tokens())
     ends = sorted(one.last for one in outcome.requests)
     return (n - 2 * fleet.most) / (ends[n - fleet.most - 1] - ends[fleet.most - 1])
 
 
 def in_flight(fleet: Fleet, traffic: Traffic, rate: float) -> int:
     """Return the requests that one replica runs at once, at ``rate`` requests per second, by Little's law."""
-    alone = simulate_cluster(
-        traffic.requests(ALONE, rate), replace(fleet, n=1), ROUTERS["fewest tokens"]()
-    ).requests[ALONE // 3 : 2 * ALONE // 3]
-    return min(fleet.most, round(rate * float(np.mean([one.last - one.arrival for one in alone]))))
+    outcome = simulate_cluster(traffic.requests(ALONE, rate), fleet.of(1), fewest_tokens())
+    middle = outcome.requests[ALONE // 3 : 2 * ALONE // 3]
+    return min(fleet.most, round(rate * float(np.mean([one.last - one.arrival for one in middle]))))
 
 
 def serve(
-    fleet: Fleet,
-    traffic: Traffic,
-    rate: float,
-    router: str,
-    each: int = EACH,
-    failures: Failures | None = None,
+    fleet: Fleet, traffic: Traffic, rate: float, router: str, each: int = EACH, failures: Failures = NEVER
 ) -> Outcome:
     """Serve ``each`` requests per replica, at ``rate`` per second and replica; return the later half.
 
-    The fleet starts at its steady-state load. Raises RoseError for fewer than ``FEWEST`` requests in all.
+    The fleet starts at its steady-state load. Raises RoseError for fewer than three requests in all.
     """
-    n, whole = each * fleet.n, rate * fleet.n
-    if n < FEWEST:
-        raise RoseError(f"{n} requests in all have no later half; give {FEWEST} or more")
     running = traffic.running(in_flight(fleet, traffic, rate) * fleet.n)
-    arrivals = traffic.requests(n, whole)
+    arrivals = traffic.requests(each * fleet.n, rate * fleet.n)
     served = simulate_cluster(arrivals, fleet, ROUTERS[router](), failures, running)
-    return served.since(arrivals[n // 2].seconds)
-
-
-def sweep(
-    fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = EACH
-) -> dict[float, Outcome]:
-    """Map each load, a share of the capacity ``each_s`` of each replica, to the result of :func:`serve`."""
-    return {load: serve(fleet, traffic, load * each_s, router, each) for load in loads}
+    return served.since(arrivals[len(arrivals) // 2].seconds)

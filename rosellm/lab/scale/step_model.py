@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import PREFILL_TERMS, Cut
@@ -53,7 +53,9 @@ class StepModel:
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
         """See ``StepTimes``."""
-        return self._prefill_s(prompts, tokens) + self._earlier_s * earlier
+        attention = self.achieved.prefill[ATTENTION] * self.cut.pair_us * earlier
+        own = product(self.achieved.prefill, self.cut.prefill(prompts, tokens))
+        return (own + attention + self._sums_us(tokens)) / 1e6
 
     @cached_property
     def _decode_s(self) -> list[tuple[float, float]]:
@@ -64,20 +66,6 @@ class StepModel:
         near, far = (product(self.achieved.decode, self.cut.decode(rows, c)) for c in (0, FAR))
         fixed = near + self._sums_us(rows) + self._norms_us(rows)
         return fixed / 1e6, (far - near) / (FAR * rows) / 1e6
-
-    @cached_property
-    def _earlier_s(self) -> float:
-        """Seconds per pair of a new token and a cached token."""
-        return self.achieved.prefill[ATTENTION] * self.cut.pair_us / 1e6
-
-    @cached_property
-    def _prefill_s(self) -> Callable[[int, int], float]:
-        @lru_cache(maxsize=1 << 16)
-        def seconds(prompts: int, tokens: int) -> float:
-            own = product(self.achieved.prefill, self.cut.prefill(prompts, tokens))
-            return (own + self._sums_us(tokens)) / 1e6
-
-        return seconds
 
     def _sums_us(self, rows: int) -> float:
         if self.sums is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rosellm.lab.records.floors import Ceiling, floors_us, prefill_floors_us
 from rosellm.models.arch import Arch
@@ -34,7 +35,7 @@ class Cut:
         """Return the same model on ``ranks`` ranks."""
         return replace(self, ranks=ranks)
 
-    @property
+    @cached_property
     def part(self) -> Arch:
         """A rank's shard, except that its head is ``1 / ranks`` of the whole. Raises ``OptionError``."""
         part = Part(0, self.ranks)

@@ -18,7 +18,7 @@ ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0)
 ONLY_ATTENTION = Achieved((0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("rows, context", [(1, 0), (1, 500), (17, 32), (256, 4000)])
+@pytest.mark.parametrize("rows, context", [(1, 500), (256, 4000)])
 def test_a_step_is_its_floors_times_what_is_achieved_of_them(rows, context) -> None:
     terms = LLAMA.decode(rows, context)
     assert len(terms) == len(DECODE_TERMS) and len(LLAMA.prefill(2, 100)) == len(PREFILL_TERMS)
