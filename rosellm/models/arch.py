@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is, as data: its sizes and the variant of each of its parts."""
+"""The description of a decoder-only transformer as data: its sizes, and the variant of each part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang & Sennrich 2019), which has no mean and no shift."""
+    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang & Sennrich 2019), which has neither mean nor shift."""
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = 1e-5
@@ -28,15 +28,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Arch:
-    """A model's sizes and parts; the defaults are GPT-2's.
+    """The sizes and parts of a model; the defaults are those of GPT-2.
 
-    ``n_kv_heads`` may divide ``n_heads`` (grouped-query attention, Ainslie et al. 2023); None makes them
-    equal. ``head_dim`` None is ``d_model / n_heads``, ``d_ff`` None ``4 * d_model``. ``rope`` None: positions
-    are learned embeddings. ``mlp``: "gelu" (the tanh form) or "swiglu" (Shazeer 2020). ``biases``: the
-    projections that have one. ``qk_norm``: an RMSNorm over each head of q and k. ``scale``: of attention's
-    scores; None is ``head_dim ** -0.5``. ``window``: how many tokens, itself included, a token attends to;
-    None: all before it. ``dtype``: the checkpoint's, by name, None if it doesn't say. Raises
-    ``CheckpointError``.
+    ``n_kv_heads``: key/value heads, a divisor of ``n_heads`` (grouped-query attention, Ainslie et al. 2023);
+    None is ``n_heads``. ``head_dim``: None is ``d_model / n_heads``. ``d_ff``: None is ``4 * d_model``.
+    ``rope``: None means learned position embeddings. ``mlp``: "gelu" (tanh form) or "swiglu" (Shazeer 2020).
+    ``biases``: the projections that have a bias. ``qk_norm``: each head of q and k has an RMSNorm. ``scale``:
+    the factor on attention scores; None is ``head_dim ** -0.5``. ``window``: the number of tokens, including
+    itself, that a token attends to; None is no limit. ``dtype``: the name of the checkpoint's dtype, or None
+    if its config has none. Raises ``CheckpointError`` for sizes that do not fit together.
     """
 
     vocab_size: int
@@ -95,27 +95,27 @@ class Arch:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """The number of query heads per key/value head."""
         return self.n_heads // self.n_kv_heads
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together, which ``out`` projects back to ``d_model``."""
+        """The total width of all query heads, which ``out`` projects back to ``d_model``."""
         return self.n_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Rows of the joined query/key/value projection."""
+        """The number of rows of the joined query/key/value projection."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     @property
     def up_width(self) -> int:
-        """Rows of the MLP's first projection: gate and up are joined."""
+        """The number of rows of the first projection of the MLP, in which gate and up are joined."""
         return self.d_ff * (2 if self.mlp == "swiglu" else 1)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Each projection's rows N and columns K."""
+        """The shape ``(N, K)`` of each projection, by name."""
         return {
             "qkv": (self.qkv_width, self.d_model),
             "out": (self.d_model, self.attention_width),
@@ -125,7 +125,7 @@ class Arch:
 
     @property
     def n_layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """The number of parameters in one layer."""
         matrices = sum(n * k for n, k in self.shapes.values())
         biases = sum(self.shapes[name][0] for name in self.biases)
         norms = 2 * self.d_model * (2 if self.norm.kind == "layer" else 1)
@@ -133,17 +133,17 @@ class Arch:
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters; a tied embedding counts once."""
+        """The number of parameters; a tied embedding counts once."""
         tables = 0 if self.tie_embeddings else self.vocab_size
         tables += self.n_positions if self.rope is None else 0
         return self.n_step_parameters + tables * self.d_model
 
     @property
     def n_step_parameters(self) -> int:
-        """Parameters that a decode step reads whole: those of the layers, the last norm and the head."""
+        """The number of parameters that every decode step reads: layers, last norm and head."""
         last_norm = 2 if self.norm.kind == "layer" else 1
         return self.n_layers * self.n_layer_parameters + (self.vocab_size + last_norm) * self.d_model
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of KV cache per token, over all layers."""
+        """The bytes of KV cache that one token takes in all layers together."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element

@@ -1,8 +1,8 @@
-"""Attention as the model sees it: a callable that gets one layer's q, k, v for this step.
+"""The interface of attention for the model: a callable that gets q, k and v of one layer.
 
-N is the number of tokens in the step: one per sequence in decode; in prefill and training all prompt tokens
-of all sequences, packed back to back. H query heads, H_kv key/value heads (H a multiple of H_kv), D head
-size.
+N is the number of tokens in the step. In decode, each sequence has one token; in prefill and training, all
+tokens of all sequences are packed back to back. H: query heads. H_kv: key/value heads (H is a multiple of
+H_kv). D: head size.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 
 class Attend(Protocol):
-    """Attention of one layer for the N tokens of this step."""
+    """Computes attention of one layer for the N tokens of a step."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` → ``[N, H, D]``."""
+        """Map q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` to outputs ``[N, H, D]``."""
 
 
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
+    """Compute scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
-    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true
-    where a query may attend, → ``[B, H, T, D]``. scale: of the scores; None means 1 / √D.
+    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]`` → ``[B, H, T, D]``. mask: boolean, broadcastable to
+    ``[B, H, T, S]``, true where a query attends to a key. scale: the factor on the scores; None is 1 / √D.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -35,16 +35,17 @@ def masked_attention(
 
 
 def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Whether the tokens at positions ``query`` attend to those at ``key``: the last ``window`` of them."""
+    """Return where a token at position ``query`` attends to one at ``key``: not later, and in the window."""
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
 class CausalAttention:
-    """Each token attends to itself and to earlier tokens of its sequence; nothing is cached.
+    """Lets each token attend to itself and to earlier tokens of its sequence, without a cache.
 
-    lengths: tokens of each packed sequence, summing to N. Equal lengths need no copy; others are padded on
-    the right, where causality hides the padding from every real token. scale and window: the model's.
+    lengths: the number of tokens of each packed sequence; they add up to N. Sequences of different lengths
+    are padded on the right, where the causal mask hides the padding; equal lengths need no copy. scale and
+    window: see ``Arch``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Conversations as the text that a model was trained to continue."""
+"""Rendering of conversations as the text that a chat model was trained on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Message = dict[str, Any]
 
 
 def render_chat(folder: Path | None, messages: list[Message], add_generation_prompt: bool = True) -> str:
-    """``messages`` by the chat template of the checkpoint in ``folder``.
+    """Render ``messages`` with the chat template of the checkpoint in ``folder``.
 
-    messages: ``{"role": "user", "content": "..."}`` and so on, from the first to the last. The text has its
-    special tokens: encode it with ``special=False``. add_generation_prompt: end where the model's answer
-    begins. Raises ``CheckpointError`` without a template (a dummy's folder is None) or for one that cannot
-    be read, and ``PromptError`` for other messages or those that the template refuses.
+    messages: dictionaries such as ``{"role": "user", "content": "..."}``, in order. The text includes special
+    tokens, so encode it with ``special=False``. add_generation_prompt: end the text where the answer of the
+    model begins. Raises ``CheckpointError`` if there is no template (a dummy has no folder) or it cannot be
+    read, and ``PromptError`` if the messages are malformed or the template refuses them.
     """
     _check_messages(messages)
     if folder is None:
@@ -49,7 +49,7 @@ def _check_messages(messages: object) -> None:
 
 @lru_cache(maxsize=1)
 def _templated(folder: Path) -> Any:
-    """The tokenizer of ``transformers``, which knows where templates are."""
+    """Load the tokenizer by ``transformers``, which finds the template wherever the checkpoint keeps it."""
     try:
         tokenizer = from_transformers(folder)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and the shape that its ``config.json`` tells."""
+"""Finds the folder of a checkpoint and reads its ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CHARACTERS = 300  # of the hub client's message
 
 
 def checkpoint_folder(model: str) -> Path:
-    """The folder that holds ``model``: the shipped one, a local folder, or a hub id (fetched or cached)."""
+    """Return the folder of ``model``: a shipped name, a folder, or a hub id, downloaded if not cached."""
     if model in SHIPPED_MODELS:
         return Path(str(files("rosellm") / "assets" / model))
     if os.path.isdir(model):
@@ -40,7 +40,7 @@ def checkpoint_folder(model: str) -> Path:
 
 
 def load_config(folder: Path) -> Arch:
-    """The model's shape, by ``config.json``; ``generation_config.json`` may name more ends of sequence."""
+    """Read a model's shape from ``config.json``; ``generation_config.json`` may add end-of-sequence ids."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json")
     arch = read_arch(_read_object(folder / "config.json"))
@@ -50,7 +50,7 @@ def load_config(folder: Path) -> Arch:
 
 
 def _read_object(path: Path) -> dict:
-    """A JSON object. Raises ``CheckpointError``."""
+    """Read a JSON object from a file. Raises ``CheckpointError``."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

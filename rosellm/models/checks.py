@@ -14,10 +14,10 @@ def check(is_good: bool, name: str, value: object, needed: str) -> None:
 
 
 def is_whole(value: Any, low: int, high: int) -> bool:
-    """Whether ``value`` is an int, no bool, from ``low`` to ``high``."""
+    """Return whether ``value`` is an int (not a bool) from ``low`` to ``high``."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: Any, above: float, most: float) -> bool:
-    """Whether ``value`` is an int or a float, no bool, above ``above`` and at most ``most``."""
+    """Return whether ``value`` is a number (not a bool) greater than ``above`` and at most ``most``."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= most

@@ -1,4 +1,4 @@
-"""Loads what an engine needs: device, dtype, model and tokenizer."""
+"""Resolves device and dtype, and loads a model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
-    """Return a dtype by name, or for ``auto``: on a GPU the checkpoint's own, float16 if ``arch`` names none.
+    """Return the dtype of a given name.
 
-    On a CPU ``auto`` is float32, since 16-bit products are slow there. Raises ``DeviceError``.
+    ``auto`` is the checkpoint's dtype on a GPU (float16 if ``arch`` has none) and float32 on a CPU, where
+    16-bit GEMMs are slow. Raises ``DeviceError`` for an unknown name.
     """
     if name == "auto":
         if device.type != "cuda":
@@ -53,9 +54,10 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
 
 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
-    """Return the shape of what :func:`load_parts` loads, and its dtype: the config's, else that of the files.
+    """Return the shape of the model that :func:`load_parts` would load.
 
-    Raises ``CheckpointError``.
+    Its dtype is that of the config, or of the weight files if the config has none. Raises
+    ``CheckpointError``.
     """
     if load_format == "dummy":
         return dummy_shape(model)
@@ -65,9 +67,9 @@ def arch_of(model: str, load_format: str = "auto") -> Arch:
 
 
 def stored_dtype(shards: list[Path]) -> str | None:
-    """Return the dtype of most of the files' values, by name, from their headers; None if it has not 16 bits.
+    """Return the name of the dtype that most values in the files have, or None if it is not a 16-bit dtype.
 
-    Tensors may differ: norms kept in float32 do not make a float16 checkpoint float32.
+    Reads headers only. A few tensors may have another dtype: a float16 checkpoint may keep norms in float32.
     """
     n_values: Counter[str] = Counter()
     for file in map(opened, shards):
@@ -82,9 +84,9 @@ def load_parts(
 ) -> tuple[Transformer, AnyTokenizer]:
     """Load a checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
-    dtype: "auto", or a name, as in :func:`resolve_dtype`. load_format: "auto", or "dummy" for seeded random
-    weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank
-    has. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut so.
+    dtype: see :func:`resolve_dtype`. load_format: "auto" reads the files; "dummy" makes seeded random weights
+    of the same shape, and a tokenizer that needs no download. part: load only the weights of one rank. Raises
+    ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut into such parts.
     """
     _check_source(model, load_format)
     where = resolve_device(device)
@@ -99,7 +101,7 @@ def load_parts(
 
 
 def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
-    """Load the tokenizer of what :func:`load_parts` loads. Raises ``CheckpointError``."""
+    """Load only the tokenizer; see :func:`load_parts`. Raises ``CheckpointError``."""
     _check_source(model, load_format)
     if load_format == "dummy":
         return load_dummy_tokenizer(dummy_shape(model))

@@ -1,8 +1,8 @@
-"""Pre-norm decoder-only transformers of every family, over a flat list of tokens: their specification.
+"""Pre-norm decoder-only transformers of every family, in plain torch: the specification of the kernels.
 
-The model knows nothing about batches, caches or masks: attention is passed in (see ``attention.Attend``), and
-every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix
-is ``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
+The input is a flat list of tokens. Batches, caches and masks are the business of attention, which is passed
+in (``attention.Attend``); every other operation works on each token alone. N: tokens. C: model width. F: MLP
+width. V: vocabulary size. Weights are ``[outputs, inputs]``; q, k and v are joined, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rosellm.models.rope import Rotary, rotate
 
 
 class Projection(nn.Module):
-    """``x @ weight.T + bias`` with weight ``[N, K]``; uninitialised."""
+    """A linear layer, ``x @ weight.T + bias``, with an uninitialised weight ``[N, K]``."""
 
     def __init__(self, n: int, k: int, bias: bool) -> None:
         super().__init__()
@@ -57,20 +57,20 @@ class Block(nn.Module):
         return x + self.down(activated(self.up(self.norm_2(x)), self.config))  # [N, C]
 
     def position(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k as attention takes them: each head normalised, then turned."""
+        """Normalise each head of q and k, if the model does, then apply the rotary embedding."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos_sin), rotate(k, cos_sin)
 
 
 def split_heads(qkv: Tensor, config: Arch) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N, (H + 2 H_kv) D]`` → q ``[N, H, D]``, k and v ``[N, H_kv, D]``, views."""
+    """Split ``[N, (H + 2 H_kv) D]`` into views: q ``[N, H, D]``, k and v ``[N, H_kv, D]``."""
     n_kv = config.n_kv_heads
     return qkv.view(len(qkv), -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=1)
 
 
 def activated(up: Tensor, config: Arch) -> Tensor:
-    """GELU in its tanh form, or SwiGLU: ``silu(gate) * up`` of ``[gate, up]``, ``[N, 2 F]`` → ``[N, F]``."""
+    """Apply GELU (tanh form) to ``[N, F]``, or SwiGLU, ``silu(gate) * up``, to ``[N, 2 F]`` → ``[N, F]``."""
     if config.mlp == "gelu":
         return F.gelu(up, approximate="tanh")
     gate, up = up.chunk(2, dim=-1)
@@ -78,15 +78,16 @@ def activated(up: Tensor, config: Arch) -> Tensor:
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:
-    """Uninitialised: sampling on the meta device makes PyTorch import its compiler, which takes a second."""
+    """Make an uninitialised embedding; to initialise it, PyTorch would import its compiler, for a second."""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
 class Transformer(nn.Module):
-    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``.
+    """Maps ids and positions ``[N]`` to hidden states ``[N, C]``, which :meth:`logits` maps to ``[N, V]``.
 
-    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions. A part of a model
-    has ``config``'s heads and MLP, and the logits of its own words; ``whole`` is the shape of the model.
+    cos_sin: cosines and sines of every position, ``[P, D]`` fp32; None with learned positions. ``config``:
+    the shape of this part, if the model is one rank's part; ``whole``: the shape of the whole model. A part
+    computes the logits of its own words only.
     """
 
     cos_sin: Tensor | None
@@ -122,7 +123,7 @@ class Transformer(nn.Module):
     def allocate(
         cls, whole: Arch, device: torch.device, dtype: torch.dtype, part: Part = WHOLE
     ) -> Transformer:
-        """An inference model with uninitialised weights; the vocabulary's matrices end in rows of zeros."""
+        """Make an uninitialised model for inference; embedding and head end in padding rows of zeros."""
         with torch.device("meta"):
             model = cls(whole, part)
         vocabulary = (model.token_embedding, model.lm_head)
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
         return model.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """A move or a cast keeps the rows of zeros after the vocabulary's matrices, and angles in fp32."""
+        """Move or cast the model; keeps the padding rows of embedding and head, and angles in fp32."""
         super()._apply(fn, recurse)
         for module in (self.token_embedding, self.lm_head):
             weight = module.weight.data
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
         return self.layers(ids, positions, self.positioned(positions, attend))
 
     def layers(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The same for an ``attend`` that gets q and k as projected, and positions them itself."""
+        """Run the layers with an ``attend`` that normalises and rotates q and k itself."""
         x = self.token_embedding(ids)  # [N, C]
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
@@ -165,7 +166,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def positioned(self, positions: Tensor, attend: Attend) -> Attend:
-        """``attend`` for q and k as projected: they are normalised and turned first, as the model says."""
+        """Return an ``attend`` that first normalises and rotates q and k as the model requires."""
         if self.cos_sin is None:
             return attend
         cos_sin = self.cos_sin[positions]  # [N, D]
@@ -177,7 +178,7 @@ class Transformer(nn.Module):
         return position_and_attend
 
     def rotary(self, layer: int) -> Rotary | None:
-        """What :meth:`positioned` does to a layer's q and k, for kernels that do it; None for nothing."""
+        """Return what kernels need to normalise and rotate a layer's q and k; None with learned positions."""
         if self.cos_sin is None:
             return None
         block = self.blocks[layer]
@@ -189,13 +190,13 @@ class Transformer(nn.Module):
 
     @property
     def padded_head(self) -> Tensor:
-        """The head's weight with the zero rows that :meth:`allocate` added, ``[V', C]``: a view."""
+        """Return the weight of the head with the padding rows of :meth:`allocate`, a view ``[V', C]``."""
         rows, width = self.lm_head.weight.shape
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by name; a tied head is left out."""
+        """Return all parameters by name, without a tied head."""
         named = dict(self.named_parameters())
         if self.config.tie_embeddings:
             named.pop("lm_head.weight", None)
@@ -203,9 +204,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> Transformer:
-        """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L).
+        """Initialise as GPT-2 does: normal, deviation ``std``; ``out`` and ``down`` scaled by 1/sqrt(2 L).
 
-        A part gets its part of the values that the whole would get, one whole parameter in memory at a time.
+        A part gets the values that it has in the whole model. At most one whole parameter is in memory.
         """
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.device("meta"):
@@ -232,7 +233,7 @@ def _aligned(rows: int) -> int:
 
 
 def _padded(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Uninitialised rows, followed in memory by zero ones up to a multiple of ``ALIGNMENT``."""
+    """Return uninitialised rows; in memory, zero rows follow them up to a multiple of ``ALIGNMENT``."""
     rows, width = shape
     padded = torch.empty(_aligned(rows), width, device=device, dtype=dtype)
     padded[rows:].zero_()

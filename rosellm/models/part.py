@@ -1,8 +1,8 @@
-"""Which rows and columns of a model's weights one rank has (tensor parallelism: Shoeybi et al. 2019).
+"""The rows and columns of the weights that one rank holds (tensor parallelism: Shoeybi et al. 2019).
 
-The joined query/key/value and gate/up projections, and the head, are cut by rows, that is by their outputs;
-``out`` and ``down`` by columns, so that their products are partial sums over the ranks. All else is whole on
-every rank.
+The joined query/key/value and gate/up projections, and the head, are cut by rows, their outputs. ``out`` and
+``down`` are cut by columns, their inputs, so each rank computes a partial sum. Every rank holds all other
+weights whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # of the vocabulary, in rows: the head's product needs aligned s
 
 @dataclass(frozen=True)
 class Part:
-    """What rank ``rank`` of ``size`` has; the default is the whole."""
+    """The part of the weights that rank ``rank`` of ``size`` holds; the default is the whole model."""
 
     rank: int = 0
     size: int = 1
@@ -43,7 +43,7 @@ class Part:
             )
 
     def arch(self, whole: Arch) -> Arch:
-        """The shape of this part: its heads and its share of the MLP; its head has only :meth:`words`."""
+        """Return the shape of this part: its own heads and its share of the MLP."""
         if self.size == 1:
             return whole
         n_kv_heads = max(1, whole.n_kv_heads // self.size)
@@ -52,18 +52,18 @@ class Part:
         )
 
     def share(self, whole: Arch) -> int:
-        """Words of a rank, the last of which may have fewer: a multiple of ``ALIGNMENT``, if it is cut."""
+        """Return the words per rank, a multiple of ``ALIGNMENT`` if cut; the last rank may have fewer."""
         if self.size == 1:
             return whole.vocab_size
         return -(-whole.vocab_size // (self.size * ALIGNMENT)) * ALIGNMENT
 
     def words(self, whole: Arch) -> range:
-        """The words whose logits this part gives."""
+        """Return the range of words whose logits this part computes."""
         share = self.share(whole)
         return range(self.rank * share, min((self.rank + 1) * share, whole.vocab_size))
 
     def pieces(self, name: str, whole: Arch, n_rows: int) -> list[Piece]:
-        """What a parameter's rows consist of, in order; ``n_rows``: of the whole parameter."""
+        """Return the pieces of a parameter's ``n_rows`` rows, in order."""
         projection = name.split(".")[-2]
         if projection == "qkv":
             d, n_kv = whole.head_dim, self._kv_heads(whole)
@@ -75,12 +75,12 @@ class Part:
         return [Piece(n_rows, self.words(whole) if projection == "lm_head" else range(n_rows))]
 
     def columns(self, name: str, n_columns: int) -> range:
-        """Which columns of a parameter this part has."""
+        """Return the columns of a parameter that this part holds."""
         by_columns = name.endswith(("out.weight", "down.weight"))
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
     def cut(self, name: str, value: Tensor, pieces: list[Piece]) -> Tensor:
-        """Return this part of a whole parameter, or of those ``pieces`` of it that ``value`` holds."""
+        """Return this part of ``value``: a whole parameter, or its rows that belong to ``pieces``."""
         columns = self.columns(name, value.shape[-1])
         stacked = value.split([piece.n_rows for piece in pieces])
         kept = [rows[piece.kept.start : piece.kept.stop] for piece, rows in zip(pieces, stacked, strict=True)]
@@ -88,21 +88,21 @@ class Part:
         return rows if rows.dim() == 1 else rows[:, columns.start : columns.stop]
 
     def _kv_heads(self, whole: Arch) -> range:
-        """Each key/value head belongs to one rank, or to several if there are fewer heads than ranks."""
+        """Return the key/value heads of this part; if there are more ranks than heads, ranks share heads."""
         first = self.rank * whole.n_kv_heads // self.size
         return range(first, first + max(1, whole.n_kv_heads // self.size))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that are cut alike: the queries of a joined projection, say; kept: this part's."""
+    """Rows that are cut in one way, such as the queries of a joined projection; kept: those of this part."""
 
     n_rows: int
     kept: range
 
     @classmethod
     def share_of(cls, n: int, part: Part) -> Piece:
-        """An equal share of ``n`` rows."""
+        """Return the piece of ``n`` rows of which each rank holds an equal share."""
         each = n // part.size
         return cls(n, range(part.rank * each, (part.rank + 1) * each))
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer), and the scalings that stretch them."""
+"""Rotary position embeddings (Su et al. 2021, RoFormer) and their scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NUMBERS: dict[str, tuple[str, ...]] = {  # of each rope_type
 
 @dataclass(frozen=True)
 class Rope:
-    """Turn dimension pair (d, d + D/2) of position p by ``p * rope_theta ** (-2 d / D)``, or as scaled.
+    """The parameters of a rotary embedding, with the names of a ``config.json``; None if absent.
 
-    Types: "linear" (Chen et al. 2023), "llama3" (Llama 3.1's) and "yarn" (Peng et al. 2023). The fields are
-    those of ``rope_parameters`` in a ``config.json``; None: not given.
+    At position p, dimensions d and d + D/2 rotate by ``p * rope_theta ** (-2 d / D)`` radians, before
+    scaling. Scalings: "linear" (Chen et al. 2023), "llama3" (of Llama 3.1) and "yarn" (Peng et al. 2023).
     """
 
     rope_theta: float = 10_000.0
@@ -45,17 +45,17 @@ class Rope:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return ``rope_parameters`` of a ``config.json``."""
+        """Return the fields as ``rope_parameters`` of a ``config.json``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def table(self, n_positions: int, head_dim: int, device: torch.device) -> Tensor:
-        """Tabulate cosines, then sines, of every position: ``[n_positions, D]`` fp32 on ``device``."""
+        """Return the cosines, then the sines, of every position: ``[n_positions, D]`` fp32 on ``device``."""
         frequencies, amplitude = self._frequencies(head_dim)
         angles = torch.arange(n_positions, device=device)[:, None] * frequencies.to(device)
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
 
     def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
-        """Radians per position, ``[D / 2]`` in fp32 as models are trained, and the amplitude."""
+        """Return radians per position ``[D / 2]``, fp32 as in training, and the factor on cos and sin."""
         if self.rope_type == "default":
             return 1.0 / self.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: the import is slow
@@ -70,7 +70,7 @@ class Rope:
 
 
 class Rotary(NamedTuple):
-    """What positions a layer's q and k: angles ``[P, D]`` fp32, and the norms' weights ``[D]``, if any."""
+    """The inputs for positioning q and k: cos_sin ``[P, D]`` fp32, and weights ``[D]`` of norms, if any."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
@@ -79,7 +79,7 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn x ``[N, H, D]`` by ``cos_sin`` ``[N, D]``, in fp32, → x's dtype."""
+    """Rotate x ``[N, H, D]`` by ``cos_sin [N, D]`` in fp32; return it in the dtype of x."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)  # [N, 1, D / 2]
     first, second = x.float().chunk(2, dim=-1)  # [N, H, D / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

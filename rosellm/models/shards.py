@@ -22,9 +22,10 @@ def opened(shard: Path) -> safe_open:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """Find the checkpoint's files, all in ``folder``: one, or those of its index. Raises ``CheckpointError``.
+    """Return the weight files in ``folder``: a single file, or those of an index. Raises ``CheckpointError``.
 
-    As in transformers, a single file counts before an index, which an earlier checkpoint may have left.
+    As in transformers, a single file takes precedence over an index, which an earlier checkpoint may have
+    left behind.
     """
     is_indexed = (folder / INDEX).is_file() and not (folder / WHOLE).is_file()
     names = _indexed(folder / INDEX) if is_indexed else [WHOLE]

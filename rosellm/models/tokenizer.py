@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the `tokenizers` library."""
+"""Encoding of text as token ids, and incremental decoding, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class TextStream(Protocol):
-    """Decode one sequence incrementally: the returned pieces concatenate to its text.
+    """Decodes one sequence incrementally: the returned pieces concatenate to its text.
 
-    Exception: for invalid UTF-8 a decoder may revise earlier output, but pieces are never retracted.
+    For invalid UTF-8, the text of a whole sequence may differ, since returned pieces are never revised.
     """
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes; empty while a UTF-8 character is incomplete."""
 
     def finish(self) -> str:
-        """Return the rest: replacement characters for a character whose last bytes never came."""
+        """Return the rest of the text: replacement characters for an incomplete character."""
 
 
 class DecoderStream:
-    """A :class:`TextStream` that uses the tokenizer's own decoder, whatever its kind."""
+    """A :class:`TextStream` for any tokenizer, by the decoder of the tokenizer itself."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
         self._raw, self._n_given = raw, 0
@@ -58,7 +58,7 @@ class DecoderStream:
 
 
 class Cache(dict):
-    """What ``find`` returns for token ids, each computed once."""
+    """Caches the results of ``find`` by token id."""
 
     def __init__(self, find: Callable[[int], str | bytes]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ByteStream:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer; decoded text leaves out special tokens. ``folder``: where it was read."""
+    """The tokenizer of the checkpoint in ``folder``; decoded text omits special tokens."""
 
     def __init__(
         self, raw: tokenizers.Tokenizer, eos_token_id: int | None, folder: Path | None = None
@@ -114,9 +114,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a prompt.
 
-        special: with the tokens that the checkpoint adds to every text, most often one at its beginning. A
-        rendered chat has them already. Raises ``PromptError`` for text that the vocabulary, or UTF-8, cannot
-        represent.
+        special: add the tokens that the checkpoint adds to every text, usually one at its beginning; a
+        rendered chat already has them. Raises ``PromptError`` for text that cannot be encoded.
         """
         try:
             return self._raw.encode(text, add_special_tokens=special).ids
@@ -124,9 +123,9 @@ class Tokenizer:
             raise refusal(PromptError, f"text {reprlib.repr(text)} cannot be encoded", error) from error
 
     def encode_many(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-        """Like :meth:`encode`, for each text: duplicates once, several texts in parallel.
+        """Encode several texts in parallel, duplicates once; see :meth:`encode`.
 
-        Raises for the first bad text.
+        Raises ``PromptError`` for the first text that cannot be encoded.
         """
         distinct = list(dict.fromkeys(texts))
         if len(distinct) < 2:
@@ -177,10 +176,10 @@ class Tokenizer:
 
 
 class DummyTokenizer(Tokenizer):
-    """Stands in for the tokenizer of a model of ``size`` tokens with random weights.
+    """Replaces the tokenizer of a model that has random weights and ``size`` tokens; needs no download.
 
-    Text is encoded by the shipped tokenizer ``raw`` (ids beyond ``size`` wrap round), and any id is decoded
-    modulo its vocabulary: readable nonsense, and nothing is downloaded.
+    Encodes with the shipped tokenizer ``raw``, ids modulo ``size``, and decodes ids modulo its vocabulary, so
+    outputs are readable nonsense.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, size: int, eos_token_id: int | None) -> None:
@@ -203,16 +202,17 @@ class DummyTokenizer(Tokenizer):
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """Map characters of byte-level tokens to bytes; printable Latin-1 is itself (Radford et al. 2019)."""
+    """Return the byte of each character in byte-level tokens (Radford et al. 2019)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (b for b in range(256) if chr(b) not in alphabet)
     return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
 
 
 def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
-    """Load a checkpoint's tokenizer; ``eos_token_id`` is the config's first, or that of ``<|endoftext|>``.
+    """Load the tokenizer of a checkpoint.
 
-    Raises ``CheckpointError`` for missing or corrupt files and for a vocabulary larger than the model's.
+    Its ``eos_token_id`` is the first one of the config, or else the id of ``<|endoftext|>``. Raises
+    ``CheckpointError`` if files are missing or corrupt, or if the vocabulary is larger than the model's.
     """
     raw = _read(folder)
     n_ids = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -226,15 +226,15 @@ def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
 
 
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
-    """Make the tokenizer of ``--load-format dummy`` for a model of that shape."""
+    """Make the tokenizer that ``load_format="dummy"`` uses for a model of the given shape."""
     eos = config.eos_token_ids[0] if config.eos_token_ids else None
     return DummyTokenizer(_read(checkpoint_folder(SHIPPED)), config.vocab_size, eos)
 
 
 def from_transformers(folder: Path, **tokens: Any) -> Any:
-    """Load a folder's tokenizer of ``transformers``, without running code from the folder. Raises anything.
+    """Load the tokenizer in a folder by ``transformers``, without running code from the folder.
 
-    tokens: special ones in place of the folder's, by name.
+    tokens: special tokens by name, which replace those of the folder. Any exception may be raised.
     """
     from transformers import AutoTokenizer  # here: the import is slow
 
@@ -242,7 +242,7 @@ def from_transformers(folder: Path, **tokens: Any) -> Any:
 
 
 def _read(folder: Path) -> tokenizers.Tokenizer:
-    """Read the folder's tokenizer as transformers does, but without truncation, padding or a token for it."""
+    """Read the tokenizer in a folder as transformers does, but without truncation and padding."""
     path = folder / "tokenizer.json"
     failure = f"{folder} has no tokenizer.json, and transformers cannot read any other vocabulary in it"
     if path.is_file():
@@ -260,7 +260,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def refusal(kind: type[RoseError], failure: str, error: BaseException) -> RoseError:
-    """Wrap a library's ``error`` as our own ``kind``, in one line; raise anything else again.
+    """Return an error of class ``kind`` that describes a library's ``error`` in one line.
 
     `tokenizers` raises bare Exceptions, and Rust panics that do not derive from Exception.
     """

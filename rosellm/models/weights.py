@@ -1,7 +1,7 @@
 """Loading and saving of Hugging Face checkpoints (safetensors only).
 
-A checkpoint's tensors are copied one by one into the rows of the model's joined weights: the most memory ever
-needed is the model's and one tensor.
+Tensors are copied one by one into the rows of the model's joined weights, so loading needs memory for the
+model and one tensor.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Holders = dict[str, tuple[safe_open, str]]
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
-    """Load the checkpoint ``model`` (shipped name, folder or hub id), or a part, to ``device`` in ``dtype``.
+    """Load the checkpoint ``model``, or one part of it, in ``dtype`` on ``device``.
 
-    Raises ``CheckpointError``.
+    model: a shipped name, a folder or a hub id. Raises ``CheckpointError``.
     """
     folder = checkpoint_folder(model)
     config, shards = load_config(folder), shards_of(folder)
@@ -55,14 +55,14 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part 
 def dummy_model(
     model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
 ) -> Transformer:
-    """Make the real shape of ``model`` with seeded random weights on ``device``; download nothing."""
+    """Make a model in the shape of ``model``, with seeded random weights on ``device`` and no download."""
     config = dummy_shape(model)
     _check_memory(part.arch(config), device, dtype)
     return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
-    """Return the shape of ``model``: a known one, or that of a folder's ``config.json``."""
+    """Return the shape of ``model``, a known name or a folder with a ``config.json``."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
     if model in SHIPPED_MODELS or os.path.isdir(model):
@@ -74,7 +74,7 @@ def dummy_shape(model: str) -> Arch:
 
 
 def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write ``config.json`` and ``model.safetensors``, readable by this module and ``transformers``."""
+    """Write ``config.json`` and ``model.safetensors``, which this module and ``transformers`` can read."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {one.name: one.stored(one.rows.detach()).to("cpu", dtype).contiguous() for one in places(gpt)}
     with replacing(folder / "model.safetensors") as unfinished:
@@ -85,9 +85,10 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of a checkpoint and where it belongs: a parameter's rows, perhaps stored transposed.
+    """A tensor of a checkpoint, and the rows of a parameter that it is copied to.
 
-    shape: the whole tensor's, as it is stored. cut: such a tensor, not transposed → what of it belongs there.
+    shape: of the tensor as stored, which may be transposed. cut: selects the part of the tensor that this
+    rank holds, after transposing it back.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Place:
 
 
 def places(gpt: Transformer) -> Iterator[Place]:
-    """Yield the places of all parameters, without a tied head."""
+    """Yield the place of every tensor of the model; a tied head has none."""
     family = FAMILIES[gpt.config.family]
     with torch.device("meta"):
         shapes = Transformer(gpt.whole).own_parameters
@@ -120,7 +121,7 @@ def places(gpt: Transformer) -> Iterator[Place]:
 
 
 def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model whose weights, or table of angles, the whole device could not hold."""
+    """Raise ``CheckpointError`` if weights or angles exceed the memory of the device."""
     angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
     wanted = config.n_parameters * dtype.itemsize + angles
     on_gpu = device.type == "cuda"
@@ -133,7 +134,7 @@ def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def _holders(shards: list[Path], prefix: str) -> Holders:
-    """Map each tensor's name, without the family's prefix, to the first file with it and its name there."""
+    """Map each tensor name, without the prefix, to the first file that has it and its name there."""
     holders: Holders = {}
     for file in map(opened, shards):
         names = file.keys()
@@ -142,7 +143,7 @@ def _holders(shards: list[Path], prefix: str) -> Holders:
 
 
 def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
-    """Refuse a config that asks for more than its files can hold, before anything is allocated."""
+    """Raise ``CheckpointError``, before anything is allocated, if the files are too small for the config."""
     n_bytes = sum(shard.stat().st_size for shard in shards)
     if config.n_parameters > n_bytes:
         raise CheckpointError(
@@ -152,9 +153,9 @@ def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
 
 
 def _is_tied(config: Arch, holders: Holders) -> bool:
-    """Whether the files have one matrix for the head and the token embedding, as in transformers 5.
+    """Return whether head and token embedding share one matrix, as transformers 5 decides it.
 
-    Where they have only one of the two, it is entered as both.
+    If the files have only one of the two names, adds the other one as its alias.
     """
     family = FAMILIES[config.family]
     head, embedding = (

@@ -1,1 +1,1 @@
-"""The families of models, one file each; nothing outside this folder asks for one by name."""
+"""The families of models, one file each; code outside this folder does not depend on any of them by name."""

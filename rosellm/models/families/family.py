@@ -1,4 +1,4 @@
-"""A model family: how its ``config.json`` is read and written, and what its tensors are called."""
+"""Model families as data: the fields of their ``config.json`` and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """One file of ``families``, whose ``FAMILY`` it is.
+    """A model family; each file in ``families`` defines one as ``FAMILY``.
 
-    architecture: the model's class in transformers. needed, optional: ``Arch``'s fields → those of
-    ``config.json``; eps: the field of the norms' epsilon, ``norm`` if it is absent. only: fields of which
-    just these values are supported; the first stands for an absent field. tensors: a weight's name here, with
-    ``{}`` for the layer → names in the checkpoint, whose rows are joined in that order. prefix: what a
-    checkpoint may leave out of its names. transposed: the weights stored as ``[K, N]``. defaults: those of
-    transformers, where they are not ``Arch``'s. parts: fields of ``Arch`` that all of its models share.
-    read_own, write_own: other fields of ``config.json``, into an ``Arch`` and back.
+    architecture: the name of the model class in transformers. needed, optional: map fields of ``Arch`` to
+    fields of ``config.json``. eps: the field for the epsilon of norms; if it is absent, ``norm`` applies.
+    only: the supported values of other fields; the first is the default. tensors: map the name of a weight,
+    with ``{}`` for the layer, to the names in the checkpoint whose rows are joined in that order. prefix: a
+    prefix that checkpoints may omit from names. transposed: weights that are stored as ``[K, N]``. defaults:
+    defaults of transformers that differ from those of ``Arch``. parts: fields of ``Arch`` that all models of
+    the family share. read_own, write_own: convert the remaining fields of ``config.json``.
     """
 
     architecture: str
@@ -44,7 +44,7 @@ class Family:
     write_own: Callable[[Arch], Config] = lambda arch: {}
 
     def read(self, config: Config) -> Arch:
-        """Read the fields of ``config.json``. Raises ``CheckpointError``."""
+        """Return the shape that the fields of a ``config.json`` describe. Raises ``CheckpointError``."""
         config = self.defaults | config
         if missing := [theirs for theirs in self.needed.values() if config.get(theirs) is None]:
             raise CheckpointError(f"config.json lacks {', '.join(missing)}")
@@ -63,7 +63,7 @@ class Family:
         return self.read_own(_stretched(arch), config)
 
     def write(self, arch: Arch) -> Config:
-        """Write the fields that :meth:`read` and ``transformers`` read."""
+        """Return the fields of a ``config.json`` that :meth:`read` and ``transformers`` understand."""
         ids = list(arch.eos_token_ids)
         return {
             "architectures": [self.architecture],
@@ -85,7 +85,7 @@ def _check_supported(name: str, value: Any, supported: tuple) -> None:
 
 
 def _stretched(arch: Arch) -> Arch:
-    """YaRN makes room for more positions, though Qwen's files keep the original number."""
+    """Return ``arch`` with the positions after YaRN scaling; Qwen's configs state those before it."""
     if arch.rope is None or arch.rope.rope_type != "yarn":
         return arch
     fields = arch.rope.parameters
@@ -94,16 +94,16 @@ def _stretched(arch: Arch) -> Arch:
 
 
 def flag(config: Config, name: str) -> bool:
-    """A field that is true or false; false if it is absent."""
+    """Return a boolean field, or False if it is absent."""
     found = config.get(name, False)
     check(isinstance(found, bool), name, found, "true or false")
     return found
 
 
 def with_window(arch: Arch, config: Config) -> Arch:
-    """``arch`` with the config's window if all its layers slide, and without one if none does.
+    """Return ``arch`` with the sliding window of the config, if all layers use it.
 
-    Raises ``CheckpointError``, for a mixture too.
+    Raises ``CheckpointError`` if only some layers do, or if the fields contradict each other.
     """
     window = config["sliding_window"] if flag(config, "use_sliding_window") else None
     n_layers, kinds = arch.n_layers, config.get("layer_types")
@@ -123,7 +123,7 @@ def with_window(arch: Arch, config: Config) -> Arch:
 
 
 def eos_ids(config: Config) -> tuple[int, ...]:
-    """``eos_token_id``, which may be absent, one id or a list of them."""
+    """Return the end-of-sequence ids; ``eos_token_id`` may be absent, one id or a list."""
     given = config.get("eos_token_id")
     if given is None:
         return ()

@@ -1,4 +1,4 @@
-"""The families by ``model_type``, and the models whose shapes are known."""
+"""The table of families by ``model_type``, and of models whose shapes are known without a download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_arch(config: Config) -> Arch:
-    """Read the fields of a Hugging Face ``config.json``. Raises ``CheckpointError``."""
+    """Return the shape that a Hugging Face ``config.json`` describes. Raises ``CheckpointError``."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type {describe(kind)} is not supported; {', '.join(FAMILIES)} are")
@@ -31,7 +31,7 @@ def read_arch(config: Config) -> Arch:
 
 
 def write_arch(arch: Arch) -> Config:
-    """Write the fields of a ``config.json`` that :func:`read_arch` and ``transformers`` read."""
+    """Return the fields of a ``config.json`` that :func:`read_arch` and ``transformers`` understand."""
     return FAMILIES[arch.family].write(arch)
 
 
