@@ -1,1 +1,1 @@
-"""The ladder's museum: the steps that the host drives, from ``dense`` to ``one_table``, each an override."""
+"""The museum of the ladder: decode steps driven by the host, ``dense`` to ``one_table``, each an override."""

@@ -1,7 +1,7 @@
-"""The first rung, and the frame of all host-driven steps: reserve, stage, run, append, sample, commit.
+"""The first rung, and the base class of all steps driven by the host: reserve, stage, run, append, sample.
 
-B sequences, one new token each. Attention reads the cache and the new token; the cache is written after the
-model has run.
+A step gives each of B sequences one new token. Attention reads the cache and the new token; the new keys and
+values are written to the cache after the model has run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tables = list[Tensor] | Tensor  # ``[B, MAX_BLOCKS]`` int32 for each pool
 
 @dataclass
 class DecodeInputs:
-    """The device inputs of a step."""
+    """The inputs of a step, on the device."""
 
     ids: Tensor  # [B] int32
     context_lens: Tensor  # [B] int32, tokens cached before this step
@@ -55,10 +55,10 @@ class DecodeOutputs:
 
 
 class Dense:
-    """Decode step driven by the host; see :class:`Step`. Later rungs override one method each.
+    """A decode step driven by the host; see :class:`Step`. Each later rung overrides a few methods.
 
     When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
-    most_rows: the most sequences of a step.
+    most_rows: the maximum number of sequences in a step.
     """
 
     pool_kind: type[TuplePool] = TuplePool
@@ -66,7 +66,7 @@ class Dense:
 
     @staticmethod
     def pool_of(n_layers: int) -> list[int]:
-        """Return the pool of each layer."""
+        """Return the index of the pool that each layer uses."""
         return list(range(n_layers))
 
     def __init__(
@@ -81,7 +81,7 @@ class Dense:
         self.prepare()
 
     def prepare(self) -> None:
-        """Allocate what a rung reuses from step to step; nothing here."""
+        """Allocate the buffers that a rung reuses in every step; this rung has none."""
 
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
@@ -99,7 +99,7 @@ class Dense:
                 return commit_tokens(sequences, tokens, n_cached=1)
 
     def reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[Table]]]:
-        """Reserve a slot for each row's token in every pool; return the slots and the tables of each pool."""
+        """Reserve a slot for each row's token in every pool; return each pool's slots and tables."""
         with profile_range(f"{STEP_RANGE}.reserve"):
             tables = self.tables(sequences)
             return [
@@ -107,7 +107,7 @@ class Dense:
             ], tables
 
     def stage(self, sequences: list[Sequence], tables: list[list[Table]]) -> DecodeInputs:
-        """Send what the model reads to the device."""
+        """Copy the inputs of the model to the device."""
         staged = self.stage_tables(tables)
         with profile_range(f"{STEP_RANGE}.stage_tokens"):
             contexts = [s.n_cached for s in sequences]
@@ -118,18 +118,18 @@ class Dense:
         return DecodeInputs(ids, context_lens, staged, mask, max(contexts))
 
     def stage_tables(self, tables: list[list[Table]]) -> Tables:
-        """``tables[pool][row]`` → ``[B, MAX_BLOCKS]`` per pool: Python lists, and a pageable copy each."""
+        """Copy ``tables[pool][row]`` to the device, ``[B, MAX_BLOCKS]`` per pool, each by a pageable copy."""
         with profile_range(BUILD_RANGE):
             padded = [[row + [0] * (self.max_blocks - len(row)) for row in rows] for rows in tables]
         with profile_range(H2D_RANGE):
             return [torch.tensor(rows, dtype=torch.int32).to(self.model.device) for rows in padded]
 
     def build_mask(self, context_lens: Tensor, max_context: int) -> Tensor | None:
-        """Return the penalty added to the scores to hide padding, ``[B, max_context + 1]``."""
+        """Return the mask ``[B, max_context + 1]`` that is added to the scores to exclude padding."""
         return dense_mask(context_lens, max_context, self.model.dtype, self.model.config.window)
 
     def run_model(self, inputs: DecodeInputs) -> DecodeOutputs:
-        """Launch every kernel of the model from Python."""
+        """Run the model; every kernel is launched from Python."""
         attend = self.attention(inputs)
         keys, values = [], []
 
@@ -142,10 +142,10 @@ class Dense:
         return DecodeOutputs(self.model.logits(hidden), keys, values)
 
     def attention(self, inputs: DecodeInputs) -> Attend:
-        """Gather past keys and values into dense ``[B, H_kv, L, D]`` tensors, for ordinary masked attention.
+        """Gather past keys and values into dense ``[B, H_kv, L, D]`` tensors, and apply masked attention.
 
-        Written out because torch's fused attention may pick a backend that replans for every new length, and
-        here the length changes every step.
+        Does not use torch's fused attention, which may choose a backend that plans again for every new
+        length; here the length changes at every step.
         """
         blocks, scale = self.blocks, self.model.config.scale
         used = blocks_for(inputs.max_context, blocks.block_size)
@@ -171,7 +171,7 @@ class Dense:
         return attend
 
     def append(self, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
-        """Write each layer's new keys and values ``[B, H_kv, D]``: two ``index_put``s per layer."""
+        """Write the new keys and values ``[B, H_kv, D]`` of each layer by two ``index_put`` calls."""
         self.append_indexed(kv_append_ref, torch.int64, keys, values, slots)
 
     def append_indexed(
@@ -182,7 +182,7 @@ class Dense:
         values: list[Tensor],
         slots: list[Slots],
     ) -> None:
-        """Make index tensors for batch row, block and position per pool; call ``kernel`` once per layer."""
+        """Make index tensors of batch row, block and position per pool; call ``kernel`` once per layer."""
         batch_idx = list(range(len(slots[0].pos)))
         rows = chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots)
         tensors = self.index_tensors(rows, dtype)
@@ -192,11 +192,11 @@ class Dense:
             kernel(**operands, batch_idx=rows_of, block_idx=block_idx, pos=pos)
 
     def index_tensors(self, rows: Iterable[list[int]], dtype: torch.dtype) -> list[Tensor]:
-        """Return a new device tensor, made by its own pageable copy, for each list of integers."""
+        """Return a new device tensor for each list of integers, each by a pageable copy of its own."""
         return [torch.tensor(row, dtype=dtype).to(self.model.device) for row in rows]
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """Return B token ids for logits ``[B, V]``: an argmax, or a draw by temperature with own noise."""
+        """Return B token ids for logits ``[B, V]``: the argmax, or a seeded draw by temperature."""
         self._logits = logits
         tokens = finite_only(*logits.max(dim=-1))
         drawn = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
@@ -212,7 +212,7 @@ class Dense:
         return draw(logits, temperature, *filters, seeds, positions, self.kernels.gumbel_noise).long()
 
     def tables(self, sequences: list[Sequence]) -> list[list[Table]]:
-        """Return ``[pool][row]``: the block lists of these sequences."""
+        """Return the tables of these sequences as ``[pool][row]``."""
         rows = [self.tables_of[sequence.request_id] for sequence in sequences]
         return [[row[pool] for row in rows] for pool in range(len(self.blocks.pools))]
 
@@ -242,12 +242,12 @@ class Dense:
         return len(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """See :class:`Step`; there is nothing to wait for."""
+        """See :class:`Step`; every step has already ended."""
         while self._ended:
             yield self._ended.popleft()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's blocks in all pools but the first, which the engine frees."""
+        """Free the blocks of the sequence in all pools except the first, whose blocks the engine frees."""
         tables = self.tables_of.pop(sequence.request_id, [])
         for pool, table in zip(self.blocks.pools[1:], tables[1:], strict=False):
             pool.release(table)
@@ -257,7 +257,7 @@ class Dense:
         return []
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`; every capture compiles, and may tune, its own kernels."""
+        """See :class:`Step`; there are none, since each capture compiles and tunes its own kernels."""
         return []
 
     def largest_captures(self) -> list[Callable[[], object]]:
@@ -265,7 +265,7 @@ class Dense:
         return self.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See :class:`Step`; every token of a prefill is real."""
+        """See :class:`Step`; there are none, since a prefill has no padding to run with."""
         return []
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
@@ -282,10 +282,10 @@ class Dense:
 def dense_mask(
     context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """The penalty added to the scores to hide padding: ``[B, max_context + 1]``.
+    """Return the mask ``[B, max_context + 1]``: 0 for tokens to attend to, otherwise the lowest number.
 
-    0 for real tokens within the window, else the lowest number; made by ``arange``, a comparison with the
-    lengths, a column of ones for the new token, a cast, and the conversion into a penalty.
+    Takes five operators: ``arange``, a comparison with the lengths, a column of ones for the new token, a
+    cast, and the conversion into numbers that are added to scores.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]

@@ -1,4 +1,4 @@
-"""The rungs of the museum by name: what each changes, what it can do, and the step that it builds."""
+"""The rungs of the museum by name: what each changes, what it supports, and how its step is built."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ STEPS: dict[str, type[Dense]] = {
 
 @dataclass(frozen=True)
 class MuseumRung(Rung):
-    """A rung whose step is built here; ``axes`` only say what it is, for tables and records."""
+    """A rung of the museum. ``axes`` describe it in tables and records; they have no effect."""
 
     name: str
     axes: tuple[tuple[str, str], ...]
@@ -116,7 +116,7 @@ class MuseumRung(Rung):
     def build_cache(
         self, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype
     ) -> PooledBlocks | None:
-        """Build the KV cache, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``; None: the product's serves."""
+        """Build the KV cache ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``; None: use the product's cache."""
         if self.name not in STEPS:
             return None
         step = STEPS[self.name]
@@ -131,14 +131,14 @@ class MuseumRung(Rung):
         max_model_len: int,
         parts: Callable[[], dict[str, Any]],
     ) -> Step:
-        """Build the step. parts: makes those of the product's first resident step."""
+        """Build the step. parts: builds the parts of the product's first resident step."""
         if self.name in STEPS:
             return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
         return getattr(resident, self.name)(model, kernels, parts())
 
 
 def beyond_temperature(params: SamplingParams) -> str:
-    """Return the name of a setting, other than the temperature, that changes what is generated, or ""."""
+    """Return the name of a setting other than temperature that affects the output, or "" if there is none."""
     asked = {
         "logprobs": params.logprobs is not None,
         "penalties": params.is_penalised,

@@ -1,7 +1,7 @@
-"""Which blocks of the KV cache hold whose tokens, pool by pool: what the host-driven rungs keep in Python.
+"""Pools of KV blocks: the bookkeeping that rungs driven by the host keep in Python.
 
-A pool allocates the blocks of one layer, or of all layers that share it. A table is the list of the blocks of
-one sequence in one pool; reserving slots extends it in place. Nothing is shared between sequences.
+A pool allocates the blocks of one layer, or of all layers that share the pool. A table lists the blocks of
+one sequence in one pool; reserving slots extends it in place. Sequences share no blocks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, r
 
 
 class Slots(NamedTuple):
-    """Where each row's new token goes in the layers of one pool: block index and position in the block."""
+    """The slots of each row's new token in one pool: block indices, and positions in the blocks."""
 
     block_idx: list[int]
     pos: list[int]
 
 
 class KVBlockInfo(NamedTuple):
-    """A block in use: its pool, its index there, the position of its first token, tokens held."""
+    """A block in use: its pool, its index, the position of its first token, and its number of tokens."""
 
     pool: int
     block_index: int
@@ -38,7 +38,7 @@ class KVBlockInfo(NamedTuple):
 
 @dataclass(slots=True)
 class MutableKVBlockInfo:
-    """The same, incremented in place; read ``length`` before the increment if you need the old value."""
+    """The same fields, but ``length`` is incremented in place; read it first if you need the old value."""
 
     pool: int
     block_index: int
@@ -47,7 +47,7 @@ class MutableKVBlockInfo:
 
 
 class TuplePool:
-    """A pool of ``n_blocks`` blocks, with a tuple for each block in use."""
+    """A pool of ``n_blocks`` blocks that keeps an immutable tuple for each block in use."""
 
     new_info: type[KVBlockInfo] | type[MutableKVBlockInfo] = KVBlockInfo
 
@@ -57,7 +57,7 @@ class TuplePool:
         self.free = list(range(n_blocks - 1, -1, -1))
 
     def reserve_tokens(self, tables: list[Table]) -> Slots:
-        """Reserve a slot for one more token of every row; raises ``KVCacheExhausted`` and changes nothing."""
+        """Reserve a slot for one token of every row. Raises ``KVCacheExhausted`` before anything changes."""
         if len(tables) > len(self.free):
             self._check_room(sum(self.tokens_in(table) % self.block_size == 0 for table in tables))
         block_idx, pos, full = self.advance(tables)
@@ -78,7 +78,7 @@ class TuplePool:
         return block_idx, pos, full
 
     def reserve_prompt(self, table: Table, n_tokens: int) -> None:
-        """Reserve slots for ``n_tokens`` more tokens of one sequence; raises ``KVCacheExhausted``."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence. Raises ``KVCacheExhausted``."""
         room = -self.tokens_in(table) % self.block_size
         self._check_room(blocks_for(max(n_tokens - room, 0), self.block_size))
         if room and n_tokens:
@@ -89,11 +89,11 @@ class TuplePool:
             self._open_block(table, min(self.block_size, n_tokens - first))
 
     def tokens_in(self, table: Table) -> int:
-        """Return the number of tokens that have slots."""
+        """Return the number of tokens that have slots in the blocks of a table."""
         return (len(table) - 1) * self.block_size + self.infos[table[-1]].length if table else 0
 
     def release(self, table: Table) -> None:
-        """Free the blocks of a table, and empty it."""
+        """Free the blocks of a table, and clear the table."""
         for block in table:
             self.infos[block] = None
         self.free += table
@@ -114,7 +114,7 @@ class TuplePool:
 
 
 class SlotPool(TuplePool):
-    """A pool whose blocks' entries are incremented in place."""
+    """A pool whose entries for blocks are incremented in place."""
 
     new_info = MutableKVBlockInfo
 
@@ -132,10 +132,10 @@ class SlotPool(TuplePool):
 
 
 class PooledBlocks:
-    """K and V of all layers, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, in pools that are all used alike.
+    """K and V of all layers ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with pools that always change alike.
 
-    An engine counts the blocks of the first pool, whose tables are its sequences' ``block_ids``.
-    ``pool_of[layer]`` is a layer's pool.
+    The engine counts the blocks of the first pool only; the ``block_ids`` of a sequence are its table there.
+    pool_of: the pool of each layer.
     """
 
     def __init__(
@@ -155,15 +155,18 @@ class PooledBlocks:
         return int(self.pools[0].infos[block] is not None)
 
     def tokens_reserved(self, table: Table) -> int:
-        """Return the number of a sequence's tokens that have slots."""
+        """Return the number of tokens of a sequence that have slots."""
         return self.pools[0].tokens_in(table)
 
     def free_blocks(self, table: Table) -> None:
-        """Free the blocks of a sequence's first table, and empty it; the step frees the others."""
+        """Free the blocks of a sequence in the first pool, and clear the list; the step frees the others."""
         self.pools[0].release(table)
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Assert that every block is free or held, once, and that all pools agree. held: of the first one."""
+        """Assert that every block is either free or held once, and that all pools agree.
+
+        held: the number of holders of each block of the first pool that is in use.
+        """
         for pool in self.pools:
             unused = {block for block, info in enumerate(pool.infos) if info is None}
             assert set(pool.free) == unused and len(pool.free) == len(unused), (
@@ -174,6 +177,6 @@ class PooledBlocks:
         assert counts == dict(held), f"blocks in use: {sorted(counts)}; held: {dict(held)}"
 
     def operands(self, layer: int, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Return what every append kernel takes: a layer's caches and its new keys and values."""
+        """Return the first arguments of every append kernel: a layer's caches, new keys and new values."""
         caches = {"k_cache_layer": self.k_cache[layer], "v_cache_layer": self.v_cache[layer]}
         return {**caches, "key_new": key, "value_new": value}

@@ -1,4 +1,4 @@
-"""Prefill: uncached prompt tokens of several sequences, packed, in one run of the model's own operators."""
+"""Prefill by the operators of the plain model: packed prompt tokens of several sequences in one run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Prefill:
-    """Computes chunks of prompts and writes their keys and values to slots that the caller has reserved."""
+    """Runs the model on chunks of prompts, and writes keys and values to slots that the caller reserved."""
 
     def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlocks, pool_of: list[int]) -> None:
         self.model, self.blocks, self.pool_of = model, blocks, pool_of
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int], tables: list[list[Table]]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those now fully cached.
+        """Cache ``counts[i]`` more tokens of sequence i.
 
-        tables: ``[pool][row]``. ``n_cached`` is left to the caller.
+        Returns the final hidden states ``[n, C]`` of the sequences that are now fully cached. tables: the
+        blocks as ``[pool][row]``. Does not update ``n_cached`` of the sequences.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             return self._run(sequences, [s.n_cached for s in sequences], counts, padded(tables))
@@ -71,7 +72,7 @@ class Prefill:
 
 
 class PrefixAttention:
-    """New tokens attend to their sequence's prefix, read from its blocks, and causally to each other."""
+    """Lets new tokens attend to the cached prefix of their sequence, and causally to each other."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class PrefixAttention:
         return out.transpose(1, 2)[self.real]
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
-        """The layer's blocks of every sequence, new tokens included, 0 past them: ``[B, H_kv, S, D]``."""
+        """Gather each sequence's keys or values from a layer's blocks: ``[B, H_kv, S, D]``, zero-padded."""
         _, n_kv_heads, block_size, head_dim = cache.shape
         table = self.tables[layer]  # [B, W]
         batch, width = table.shape
@@ -111,5 +112,5 @@ class PrefixAttention:
 
 
 def padded(tables: list[list[Table]]) -> np.ndarray:
-    """Block indices ``[POOLS, B, W]`` int64; padding repeats block 0."""
+    """Return block indices ``[POOLS, B, W]`` int64, padded with block 0."""
     return np.stack([np.array(list(zip_longest(*rows, fillvalue=0)), np.int64).T for rows in tables])

@@ -1,4 +1,4 @@
-"""The two rungs at which a resident step was not yet the product's: its prefill, then its append, apart."""
+"""The first two resident rungs, which differ from the product in their prefill and their append."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 class AppendThenAttend(Binder):
-    """Two kernels per layer: one stores the new keys and values, the other is paged attention."""
+    """Runs two kernels per layer: one stores the new keys and values, the other is paged attention."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         kernels, blocks = self.kernels, self.blocks
@@ -48,7 +48,7 @@ class AppendThenAttend(Binder):
 
 
 class PaddedPrompts:
-    """Prompts launched from Python: the prefill, the copy of the rows, the choice of tokens."""
+    """Runs prompts from Python: the prefill, the copy of rows to the device, and the choice of tokens."""
 
     def __init__(self, prefill: Prefill, planner: Planner, worker: Worker) -> None:
         self.prefill, self.planner, self.worker = prefill, planner, worker
@@ -68,7 +68,7 @@ class PaddedPrompts:
 
 
 class NothingCaptured:
-    """What a worker without packed prompts warms up for them."""
+    """Replaces the packed prefill of a worker that has none; nothing is captured or warmed up."""
 
     def captures(self) -> list[Callable[[], object]]:
         return []
@@ -81,13 +81,13 @@ class NothingCaptured:
 
 
 def packed_prefill(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """The product's step, but for an append that is a kernel of its own."""
+    """Build the product's step, with a separate kernel for the append."""
     bind = AppendThenAttend(kernels, parts["blocks"], model)
     return ResidentStep.on(Worker(**parts | {"bind": bind}), model)
 
 
 def resident_step(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """The same, with prompts through the model's own attention."""
+    """Build the same step, with prompts that run through the plain model."""
     blocks = parts["blocks"]
     replaced = {"bind": AppendThenAttend(kernels, blocks, model), "prompts": NothingCaptured()}
     worker = Worker(**parts | replaced)

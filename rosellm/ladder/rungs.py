@@ -1,4 +1,4 @@
-"""The rungs above ``dense``, in order; what a class overrides is its difference from the rung below."""
+"""The rungs above ``dense``, in order; each class overrides what differs from the rung before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tensors = list[Tensor]  # one per layer, [B, H_kv, D]
 
 
 class Paged(Dense):
-    """Attention reads the paged cache itself (see ``rosetrainer.paged_attention``)."""
+    """Reads the paged cache in the attention kernel (see ``rosetrainer.paged_attention``)."""
 
     def attention(self, inputs: DecodeInputs) -> Attend:
         blocks, config = self.blocks, self.model.config
@@ -52,14 +52,14 @@ class Paged(Dense):
 
 
 class NoMask(Paged):
-    """Paged attention needs only the lengths."""
+    """Builds no mask, since paged attention needs only the context lengths."""
 
     def build_mask(self, context_lens: Tensor, max_context: int) -> None:
         return None
 
 
 class PinnedH2D(NoMask):
-    """All pools' tables are built in one reused, growing pinned buffer and sent in one non-blocking copy."""
+    """Writes the tables of all pools into a reused pinned buffer, and sends them in one async copy."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -78,10 +78,10 @@ class Autotune(PinnedH2D):
 
 
 class CudaGraph(PinnedH2D):
-    """One CUDA graph per batch bucket, fed through static buffers; on a CPU these feed an eager run.
+    """Replays one CUDA graph per batch bucket, with inputs in static buffers; on a CPU, runs eagerly.
 
-    Rows past the batch are inert: context length 0, and nothing of them is written to the cache. Outputs are
-    views that the next run overwrites.
+    Padding rows have context length 0 and write nothing to the cache. Outputs are views that the next run
+    overwrites.
     """
 
     def prepare(self) -> None:
@@ -127,7 +127,7 @@ class CudaGraph(PinnedH2D):
 
 
 class TritonAppend(CudaGraph):
-    """One kernel a layer stores the new tokens, in batches of ``append_from`` rows and more."""
+    """Stores new tokens by one kernel per layer, in batches of at least ``append_from`` rows."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -143,7 +143,7 @@ class TritonAppend(CudaGraph):
 
 
 class FullBatch(TritonAppend):
-    """If all rows write at one position, it is an argument: no row tensors, and no position tensors."""
+    """Passes the position as an argument if it is the same in all rows; needs no row or position tensors."""
 
     def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         if not have_one_position(slots):
@@ -155,7 +155,7 @@ class FullBatch(TritonAppend):
 
 
 class IdentityPos(FullBatch):
-    """Row b of the batch is program b, each with its own position: no row tensors."""
+    """Lets program b handle row b, each with its own position; needs no row tensors."""
 
     def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         if have_one_position(slots):
@@ -169,13 +169,13 @@ class IdentityPos(FullBatch):
 
 
 class MutableBlockInfo(IdentityPos):
-    """A block's entry is incremented in place."""
+    """Increments the entry of a block in place, instead of making a new tuple."""
 
     pool_kind = SlotPool
 
 
 class ReusedIndexBuffers(MutableBlockInfo):
-    """All lists of a step travel in one copy, from a reused pinned buffer to a reused device buffer."""
+    """Sends all lists of a step in one copy, from a reused pinned buffer to a reused device buffer."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -194,7 +194,7 @@ class ReusedIndexBuffers(MutableBlockInfo):
 
 
 class ResidentTables(ReusedIndexBuffers):
-    """Tables stay on the device; a step sends only the rows that have changed, or nothing."""
+    """Keeps tables on the device; a step sends only the rows that have changed."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -226,13 +226,13 @@ class ResidentTables(ReusedIndexBuffers):
         return sorted(changed)
 
     def grow(self, batch: int) -> None:
-        """Replace the buffer by a larger one; every row counts as changed."""
+        """Replace the buffer with a larger one, and mark every row as changed."""
         pools, capacity = len(self.sent), max(batch, 2 * self.resident.shape[1])
         self.resident = self.resident.new_zeros(pools, capacity, self.max_blocks)
         self.sent = [[[]] * capacity for _ in range(pools)]
 
     def build_rows(self, changed: list[int], tables: list[list[Table]]) -> None:
-        """Stage the row numbers, then those rows of all pools, in one buffer."""
+        """Write the indices of changed rows, then those rows of all pools, into one buffer."""
         pools, n = len(tables), len(changed)
         host = self.staging.host(n * (INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
         numbers, rows = np.split(host, [n * INT32S_PER_ROW_NUMBER])
@@ -245,7 +245,7 @@ class ResidentTables(ReusedIndexBuffers):
 
 
 class OneTable(ResidentTables):
-    """All layers share one pool: block i is block i of every layer, and is allocated once."""
+    """Uses one pool for all layers: block i is block i of every layer, and is allocated once."""
 
     @staticmethod
     def pool_of(n_layers: int) -> list[int]:
@@ -253,7 +253,7 @@ class OneTable(ResidentTables):
 
 
 def fill_tables(out: np.ndarray, tables: list[list[Table]]) -> None:
-    """Write ``tables[pool][row]`` into ``out [POOLS, B, MAX_BLOCKS]``, padded with 0."""
+    """Write ``tables[pool][row]`` to ``out [POOLS, B, MAX_BLOCKS]``, padded with 0."""
     for pool, rows in enumerate(tables):
         padded = np.array(list(zip_longest(*rows, fillvalue=0)), dtype=np.int64).reshape(-1, len(rows)).T
         out[pool, :, : padded.shape[1]] = padded
@@ -261,18 +261,18 @@ def fill_tables(out: np.ndarray, tables: list[list[Table]]) -> None:
 
 
 def have_one_position(slots: list[Slots]) -> bool:
-    """Return whether all rows write at the same position, which is then the same in every pool."""
+    """Return whether all rows write at the same position; it is then the same in every pool."""
     positions = slots[0].pos
     return positions.count(positions[0]) == len(positions)
 
 
 def stacked(inputs: DecodeInputs) -> Tensor:
-    """``[POOLS, B, MAX_BLOCKS]``: rungs with graphs have one tensor for all pools."""
+    """Return the tables as one tensor ``[POOLS, B, MAX_BLOCKS]``, as rungs with graphs already have them."""
     return cast(Tensor, inputs.tables)
 
 
 def append_from_environment() -> int | None:
-    """Return the batch size from which kernels append, 128 by default; None: never.
+    """Return the smallest batch size that appends by kernel: 128 by default, None for never.
 
     Set by ROSELLM_TRITON_KV_APPEND (0 or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH.
     """

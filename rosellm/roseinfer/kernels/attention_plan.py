@@ -1,4 +1,4 @@
-"""How decode attention is split among programs: launch variants, the pieces of a step, and how to choose.
+"""The split of decode attention among programs: launch variants, and the pieces of a step.
 
 A row is one sequence; its keys are split into tiles. The tiles of all rows, one row after another, are cut
 into pieces of equal length, one per program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
     @property
     def combine(self) -> bool:
-        """Whether rows may be split, so that partial results must be combined."""
+        """Return whether rows may be split, so that partial results must be combined."""
         return self.pieces > 0
 
     def __str__(self) -> str:

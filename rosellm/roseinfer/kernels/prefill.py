@@ -102,7 +102,7 @@ def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tens
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None
 ) -> Tensor:
-    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys to start + t."""
+    """Attend with q ``[H, T, D]`` to k and v ``[H_kv, start + T, D]``; token t sees keys up to start + t."""
     mask = None
     if start or window is not None:
         key = torch.arange(k.shape[1], device=q.device)

@@ -1,4 +1,4 @@
-"""How a prefill is split: tiles of consecutive new tokens of one sequence, one program each.
+"""The split of a prefill into tiles of consecutive new tokens of one sequence, one program each.
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
 ``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of a

@@ -156,6 +156,6 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
 
 
 def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """Skip timing: in the interpreter all launch configurations cost the same."""
+    """Return the first configuration without timing: in the interpreter, all cost the same."""
     run()
     return [1.0] * len(quantiles)

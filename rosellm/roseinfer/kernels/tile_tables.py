@@ -1,7 +1,8 @@
-"""Tile shapes as data: for each kernel, what was fastest for which sizes on an H200; every GPU uses it.
+"""Tile shapes as data: the fastest ones for each kernel and size on an H200; every GPU uses them.
 
-``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values, of which the
-first that holds decides. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with numbers.
+``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
+whose conditions hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with
+numbers.
 The shapes were chosen by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
 """
 
@@ -20,7 +21,7 @@ COMBINED = {"/": operator.truediv, "*": operator.mul, "%": operator.mod}
 
 
 class Condition(NamedTuple):
-    """``first`` and perhaps ``second``, combined, are compared with ``bound``; names are of sizes."""
+    """A comparison of the size named ``first``, or of its combination with ``second``, with ``bound``."""
 
     first: str
     combine: Callable[[float, float], float] | None
