@@ -132,7 +132,7 @@ class Transformers(Rival):
         return output[:, ids.shape[1] :].tolist()
 
     def facts(self) -> dict[str, Any]:
-        attention = self.model.config._attn_implementation
+        attention = self.model.config._attn_implementation  # noqa: SLF001
         return {"rival_version": version("transformers"), "attention": attention}
 
 

@@ -178,7 +178,7 @@ def _init(ray: Any, **options: Any) -> None:
 def _local_settings(ray: Any) -> Iterator[None]:
     """Set the environment for starting a local cluster, and the constant Ray derived from it on import."""
     before = {name: os.environ.get(name) for name in LOCAL}
-    constants = ray._private.ray_constants
+    constants = ray._private.ray_constants  # noqa: SLF001
     was, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     os.environ.update(LOCAL)
     try:

@@ -99,7 +99,7 @@ class Results:
         """
         path = self._path(name)
         if self.like is not None and name in self.like.names():
-            differences = _differences(_facts(path), _facts(self.like._path(name)))
+            differences = _differences(_facts(path), _facts(self.like._path(name)))  # noqa: SLF001
             if differences:
                 raise UnlikeError(f"{name} of {self.folder.name}", differences)
         return _read(path)

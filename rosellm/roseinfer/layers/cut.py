@@ -64,7 +64,7 @@ def _summing_block(block: Block, ranks: Ranks) -> Block:
 def _twin(module: M) -> M:
     """Return a shallow copy of a module, whose submodules may be replaced."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    twin._modules = dict(module._modules)  # noqa: SLF001
     return twin
 
 

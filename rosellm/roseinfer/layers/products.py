@@ -71,7 +71,7 @@ def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
 
 def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
     """Run cuBLASLt with GELU in its epilogue, which torch offers by this private function only."""
-    return torch._addmm_activation(cast(Tensor, projection.bias), x, projection.weight.t(), use_gelu=True)
+    return torch._addmm_activation(cast(Tensor, projection.bias), x, projection.weight.t(), use_gelu=True)  # noqa: SLF001
 
 
 class PackedLinear:
@@ -81,12 +81,12 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias
+        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias  # noqa: SLF001
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
         """activation: "none", or "gelu" (tanh form)."""
         form = "tanh" if activation == "gelu" else ""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, activation, [], form)
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, activation, [], form)  # noqa: SLF001
 
 
 class PackedProducts:

@@ -73,7 +73,7 @@ class Collectives:
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        _wait(self._on_device._allgather_base(out, x, options))
+        _wait(self._on_device._allgather_base(out, x, options))  # noqa: SLF001
         return out.view(self._size, *x.shape)
 
     def least(self, number: int) -> int:
@@ -120,9 +120,9 @@ def _wait(work: Any) -> None:
 def _gloo(store: dist.Store, part: Part) -> Any:
     """Return a gloo group of the engine's own; only its private options bind it to the loopback."""
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    options._timeout = PATIENCE
+    options = gloo._Options()  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    options._timeout = PATIENCE  # noqa: SLF001
     return gloo(store, part.rank, part.size, options)
 
 

@@ -91,9 +91,9 @@ def _registered(name: str, store: dist.Store, part: Part, backend: dist.Backend)
 
     registry: Any = _distributed_c10d
     group: Any = dist.ProcessGroup(store, part.rank, part.size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_group_name(name)
-    registry._register_process_group(name, group)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # noqa: SLF001
+    group._set_group_name(name)  # noqa: SLF001
+    registry._register_process_group(name, group)  # noqa: SLF001
     return group
 
 

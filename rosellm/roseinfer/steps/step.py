@@ -26,7 +26,7 @@ def profile_range(name: str) -> AbstractContextManager[object]:
 
     A ``record_function`` costs microseconds of host time even when no profiler is active.
     """
-    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
 
 
 class Step(Protocol):
