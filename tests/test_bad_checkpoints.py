@@ -97,49 +97,33 @@ FILES = [
     row(spoilt(lambda f: os.truncate(f / WEIGHTS, 5000)), CheckpointError, WEIGHTS, "cannot be read"),
     row(spoilt(pickled), CheckpointError, WEIGHTS, "cannot be read as safetensors"),
     row(spoilt(lambda f: (f / WEIGHTS).unlink()), CheckpointError, "lacks 'model.safetensors'", "only"),
-    row(written(WEIGHTS, b"\xff" * 8 + b"{}"), CheckpointError, WEIGHTS, "cannot be read as safetensors"),
     row(tensors(lambda t: t.pop(WPE)), CheckpointError, "lacks 1 tensors", WPE),
     row(tensors(lambda t: t.update({WPE: t[WPE][:-1]})), CheckpointError, WPE, "[63, 32]", "[64, 32]"),
     row(tensors(lambda t: t[WPE].fill_(torch.nan)), CheckpointError, WPE, "not finite in float32"),
-    row(tensors(lambda t: t[WPE].fill_(-torch.inf)), CheckpointError, WPE, "not finite in float32"),
     row(tensors(lambda t: t[WPE].fill_(1e6), dtype="float16"), CheckpointError, WPE, "not finite in float16"),
     row(tensors(lambda t: t.update({WPE: t[WPE].int()})), CheckpointError, WPE, "int32", "use float32"),
-    row(
-        tensors(lambda t: t.update({WPE: t[WPE].to(torch.float8_e4m3fn)})),
-        CheckpointError, WPE, "float8_e4m3fn", "use float32",
-    ),
     row(index("gone.safetensors"), CheckpointError, "lacks 'gone.safetensors'"),
     row(index("../spoilt/model.safetensors"), CheckpointError, "lacks '../spoilt/model.safetensors'"),
-    row(index(".."), CheckpointError, "lacks '..'"),
     row(index("config.json"), CheckpointError, "config.json cannot be read as safetensors"),
     row(indexed("[" * 100_000), CheckpointError, INDEX, "not a valid safetensors index"),
     row(spoilt(lambda f: (f / "config.json").unlink()), CheckpointError, "has no config.json"),
-    row(written("config.json", b"\xff\xfe"), CheckpointError, "config.json cannot be read as JSON"),
     row(written("config.json", "[" * 100_000), CheckpointError, "config.json cannot be read as JSON"),
     row(written("config.json", "[]"), CheckpointError, "config.json", "JSON object"),
     row(config(n_layer=10**9), CheckpointError, "n_layers is 1000000000", "from 1 to 4096"),
     row(config(n_layer=4096), CheckpointError, "parameters", "bytes of safetensors"),
     row(config(vocab_size=HUGE), CheckpointError, f"vocab_size is {HUGE}", "from 1 to 2147483647"),
-    row(config(n_positions=2**31 - 1), CheckpointError, "parameters", "bytes of safetensors"),
-    row(config(n_embd=2**30), CheckpointError, "parameters", "bytes of safetensors"),
     row(config(n_embd=-32), CheckpointError, "d_model is -32", "whole number from 1"),
     row(config(n_head=5), CheckpointError, "32 is not a multiple of n_heads 5"),
-    row(config(n_head=2.0), CheckpointError, "n_heads is 2.0", "whole number from 1"),
     row(config(n_inner="128"), CheckpointError, "d_ff is '128'", "whole number from 1"),
     row(config(n_inner=64), CheckpointError, "c_fc.weight", "[32, 128]", "[32, 64]"),
     row(config(layer_norm_epsilon=float("nan")), CheckpointError, "norm_eps is nan", "at most 1"),
-    row(config(layer_norm_epsilon=float("inf")), CheckpointError, "norm_eps is inf", "at most 1"),
     row(config(layer_norm_epsilon=10**400), CheckpointError, "norm_eps is an integer of 1329", "at most 1"),
-    row(config(layer_norm_epsilon=True), CheckpointError, "norm_eps is True", "at most 1"),
     row(config(eos_token_id=10**12), CheckpointError, "eos_token_id is 1000000000000", "2147483647"),
-    row(config(eos_token_id=["0"]), CheckpointError, "eos_token_id is '0'", "token id (0 to"),
     row(config(eos_token_id=[0, True]), CheckpointError, "eos_token_id is True", "token id (0 to"),
     row(config(torch_dtype="int4"), CheckpointError, "dtype 'int4' is not supported", "bfloat16"),
-    row(config(dtype=16), CheckpointError, "dtype 16 is not supported", "bfloat16"),
     row(config(quantization_config={"bits": 4}), CheckpointError, "is quantised"),
     row(config(n_embd=None), CheckpointError, "config.json lacks n_embd"),
     row(config(activation_function=["gelu"]), CheckpointError, "['gelu']", "only 'gelu_new'"),
-    row(config(scale_attn_weights=None), CheckpointError, "scale_attn_weights None", "only True is"),
     row(config(reorder_and_upcast_attn="no"), CheckpointError, "'no'", "only False is"),
     row(config(model_type={}), CheckpointError, "model_type {} is not supported; gpt2, llama"),
     row(config(model_type="llama"), CheckpointError, "config.json lacks max_position", "num_hidden_layers"),
@@ -150,12 +134,7 @@ def dummy(**fields: object) -> Callable[[Path], object]:
     return edited("config.json", lambda value: value.update(fields), load_format="dummy")
 
 
-DUMMIES = [
-    row(dummy(n_embd=2**30), CheckpointError, "parameters in float32 take", "'cpu' has"),
-    row(
-        dummy(n_embd=2**24, vocab_size=2**31 - 1), CheckpointError, "parameters in float32 take", "'cpu' has"
-    ),
-]
+DUMMIES = [row(dummy(n_embd=2**30), CheckpointError, "parameters in float32 take", "'cpu' has")]
 
 
 def tokenizer(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -187,13 +166,9 @@ TOKENIZERS = [
     row(spoilt(lambda f: (f / "tokenizer.json").unlink()), CheckpointError, "has no tokenizer.json"),
     row(spoilt(lambda f: os.truncate(f / "tokenizer.json", 900)), CheckpointError, "as a tokenizer: "),
     row(tokenizer(lambda t: t["model"]["vocab"].update(x=-5)), CheckpointError, "`-5`", "expected u32"),
-    row(tokenizer(lambda t: t["model"]["vocab"].update(zz=300)), CheckpointError, "ids up to 300", "for 300"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=2**32 - 1)), CheckpointError, "4294967295", "300"),
-    row(tokenizer(lambda t: t["model"].update(vocab=[])), CheckpointError, "tokenizer", "expected a map"),
     row(tokenizer(lambda t: t["model"].pop("merges")), CheckpointError, "Missing vocab/merges"),
     row(tokenizer(lambda t: t["model"]["merges"].append(["q", "zzz"])), CheckpointError, "`zzz` out of voc"),
-    row(tokenizer(lambda t: t["model"]["merges"].append(["a"])), CheckpointError, "tokenizer", "MergeType"),
-    row(tokenizer(lambda t: t["model"].update(dropout=2.5)), CheckpointError, "between 0 and 1"),
     row(tokenizer(lambda t: t["model"].update(continuing_subword_prefix="##")), CheckpointError, "slice"),
     row(tokenizer(lambda t: t.update(normalizer=PRECOMPILED)), CheckpointError, "precompiled_charsmap"),
     row(
@@ -214,14 +189,8 @@ def test_a_bad_checkpoint_is_refused_and_another_engine_serves_on(
 
 
 CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 1}
-PADDED = {
-    "strategy": {"Fixed": 50},
-    "direction": "Right",
-    "pad_to_multiple_of": None,
-    "pad_id": 7,
-    "pad_type_id": 0,
-    "pad_token": "x",
-}
+PADDING = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 7, "pad_type_id": 0, "pad_token": "x"}
+PADDED = {"strategy": {"Fixed": 50}, **PADDING}
 
 
 @pytest.mark.parametrize("change", [{"truncation": CUT}, {"padding": PADDED}], ids=str)
@@ -230,6 +199,3 @@ def test_a_tokenizer_cuts_and_pads_no_prompt_whatever_its_file_says(folder: Path
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert load_tokenizer(folder, SHAPE).encode(WORDS) == before
-
-
-# Fuzzing: whatever stands in a file, it loads and works, or is refused by a RoseError.

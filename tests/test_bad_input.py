@@ -92,10 +92,8 @@ class Row:
     words: tuple[str, ...]
 
 
-def row(call: Callable[[Any], object], error: type[RoseError], *words: str, bug: str = ""):
-    """``bug``: one that is known and not mended yet."""
-    marks = pytest.mark.xfail(reason=bug, strict=True) if bug else ()
-    return pytest.param(Row(call, error, words), id=" ".join(words)[:60], marks=marks)
+def row(call: Callable[[Any], object], error: type[RoseError], *words: str):
+    return pytest.param(Row(call, error, words), id=" ".join(words)[:60])
 
 
 def check(one: Row, given: Any) -> None:
@@ -153,181 +151,105 @@ def engine(**options: object) -> Callable[[LLM], object]:
     return lambda llm: Engine(llm.engine.model, **options)
 
 
+def spoilt_result(manager: StreamingManager) -> object:
+    """Texts are tokenized by a worker, so the error comes with the result."""
+    return manager.result(manager.add_requests(["a", "\ud800"], GREEDY)[0], 30)
+
+
 REQUESTS = [
-    row(asked("\udcff"), PromptError, "'\\udcff' cannot be encoded"),
-    row(asked(["a", "x\ud800y"]), PromptError, "prompt 1: text 'x\\ud800y' cannot be encoded"),
-    row(asked([[1], "\ud800", "a"]), PromptError, "prompt 1: text '\\ud800' cannot be encoded"),
+    row(asked([[1], "x\ud800y", "a"]), PromptError, "prompt 1: text 'x\\ud800y' cannot be encoded"),
     row(asked([[np.int64(3)], [np.float32(3)]]), PromptError, "prompt 1: token id 3.0 is of type float"),
     row(asked(torch.tensor(1)), PromptError, "prompts is tensor(1)", "give text"),
     row(asked({"prompt": "a"}), PromptError, "prompts is {'prompt': 'a'}", "give text, token ids"),
+    row(asked(10**5000), PromptError, "prompts is an integer of", "give text"),
     row(asked([b"a"]), PromptError, "prompt 0 is b'a'", "give text"),
+    row(asked([{"a": np.eye(40)}]), PromptError, "prompt 0 is {'a': array([[1., 0.", "give text or token"),
     row(asked([[1], [True]]), PromptError, "prompt 1: token id True is of type bool; it must be an int"),
     row(asked([[1], [-1]]), PromptError, "prompt 1: token id -1", "vocabulary of 300"),
-    row(asked([[1], [300]]), PromptError, "prompt 1: token id 300", "vocabulary of 300"),
-    row(asked([[HUGE]]), PromptError, f"token id {HUGE}", "vocabulary of 300"),
     row(asked([[10**5000]]), PromptError, "token id an integer of", "vocabulary of 300"),
-    row(asked([[1] * 59]), PromptError, "59 prompt tokens and 6 new ones", "64 positions"),
+    row(asked([[1], [1] * 59]), PromptError, "prompt 1: 59 prompt tokens and 6 new ones", "64 positions"),
     row(asked(["a"], SamplingParams(max_tokens=HUGE)), PromptError, f"{HUGE} new ones", "64 positions"),
-    row(asked([[1]], SamplingParams(max_tokens=10**5000)), PromptError, "an integer of", "64 positions"),
-    row(
-        lambda llm: llm.generate([1], SamplingParams(max_tokens=10**310)),
-        PromptError,
-        "an integer of",
-        "64 positions",
-    ),
-    row(asked(10**5000), PromptError, "prompts is an integer of", "give text"),
-    row(
-        asked([[1], [1] * 59], SamplingParams(n=3, max_tokens=6)),
-        PromptError,
-        "prompt 1: 59 prompt tokens",
-        "64 positions",
-    ),
     row(asked(["a"], {}), SamplingError, "sampling parameters are {}", "give one SamplingParams"),
     row(asked(["a"], []), SamplingError, "0 SamplingParams for 1 prompts", "one each"),
-    row(asked(["a"], SamplingParams), SamplingError, "class", "give one SamplingParams"),
-    *(
-        row(asked(["a"], params), SamplingError, f"sampling parameters are {words}", "give one Sampling")
-        for params, words in (
-            (10**5000, "an integer of"),
-            ([10**5000], "[an integer of"),
-            (np.eye(40), "array([[1., 0."),
-        )
-    ),
-    row(asked([{"a": np.eye(40)}]), PromptError, "prompt 0 is {'a': array([[1., 0.", "give text or token"),
+    row(asked(["a"], [10**5000]), SamplingError, "sampling parameters are [an integer of", "give one"),
     row(lambda llm: llm.chat([{"role": 10**5000}]), PromptError, "message 0 is {'role': an integer of"),
     row(params(temperature=None), SamplingError, "temperature is None", "from 0"),
     row(params(temperature=10**400), SamplingError, "temperature is an integer of", "1.79e308"),
-    row(params(temperature=1j), SamplingError, "temperature is 1j", "from 0"),
     row(params(top_p="0.5"), SamplingError, "top_p is '0.5'", "above 0 and at most 1"),
     row(params(top_k=np.int64(3)), SamplingError, "top_k is", "whole number from 0"),
     row(params(max_tokens=-(10**5000)), SamplingError, "max_tokens is an integer of", "1 or more"),
     row(params(seed="x"), SamplingError, "seed is 'x'", "whole number from 0"),
     row(params(ignore_eos=None), SamplingError, "ignore_eos is None", "True or False"),
-    row(params(ignore_eos=10**5000), SamplingError, "ignore_eos is an integer of", "True or False"),
     row(params(n=2, temperature=0.0), SamplingError, "n is 2", "1 at temperature 0"),
     row(params(stop=b"x"), SamplingError, "stop is b'x'", "non-empty string"),
     row(params(stop=["a", ""]), SamplingError, "stop is ['a', '']", "non-empty string"),
-    row(params(stop={"a"}), SamplingError, "stop is {'a'}", "non-empty string"),
 ]
 
 SCHEDULERS = [
     row(offline([[1], []]), PromptError, "prompt 1", "empty", "at least one token id"),
     row(offline([[1], "text"]), PromptError, "prompt 1", "str", "at least one token id"),
     row(offline([[1]], None), SamplingError, "sampling parameters are None", "give one SamplingParams"),
-    row(online(lambda s: s.add_request("hi", GREEDY)), PromptError, "str", "token id in a list"),
     row(online(lambda s: s.add_request((1,), GREEDY)), PromptError, "tuple", "token id in a list"),
     row(online(lambda s: s.add_request([[1]], GREEDY)), PromptError, "token id [1] is of type list"),
-    row(
-        online(lambda s: s.add_request([1], None)), SamplingError, "None", "SamplingParams",
-    ),
-    row(
-        online(lambda s: s.add_requests(5, GREEDY)), PromptError, "5",
-    ),
+    row(online(lambda s: s.add_request([1], None)), SamplingError, "None", "SamplingParams"),
+    row(online(lambda s: s.add_requests(5, GREEDY)), PromptError, "5"),
     row(online(lambda s: s.add_requests([[1]] * 3, GREEDY), max_in_flight=4), OverloadError, "3 more", "4"),
-    row(online(lambda s: s.add_request([np.int64(1)], GREEDY)), PromptError, "is of type int64", "an int"),
-    row(online(lambda s: s.cancel(10**5000)), RoseError, "request an integer of", "never added"),
     row(online(lambda s: s.cancel("x")), RoseError, "request 'x' is unknown", "never added"),
     row(online(lambda s: s.take_result(-5)), RoseError, "request -5 is unknown", "never added"),
     row(lambda _: SchedulerConfig(max_batch_size="8"), RoseError, "max_batch_size is '8'", "1 or more"),
     row(lambda _: SchedulerConfig(prefill_token_budget=-1), RoseError, "is -1", "1 or more"),
+    row(lambda _: SchedulerConfig(prefill_chunk=-(10**5000)), RoseError, "prefill_chunk is an integer of"),
     row(lambda _: SchedulerConfig(admission_policy=[]), RoseError, "admission_policy is []", "fifo or pack"),
-    row(lambda _: SchedulerConfig(admission_policy=10**5000), RoseError, "policy is an integer of"),
     row(lambda llm: OnlineScheduler(llm.engine, SchedulerConfig(HUGE)), RoseError, str(HUGE), "at most 4"),
-    row(streamed(lambda m: m.add_request("\udcff", GREEDY)), PromptError, "'\\udcff' cannot be encoded"),
-    row(
-        streamed(lambda m: m.result(m.add_request("\udcff", GREEDY), 30), tokenize_workers=1),
-        PromptError, "'\\udcff' cannot be encoded",
-    ),
-    row(streamed(lambda m: m.add_request(b"x", GREEDY)), PromptError, "b'x'", "give text or a list"),
-    *(
-        row(streamed(call), error, words)
-        for call, error, words in (
-            (lambda m: m.add_request(10**5000, GREEDY), PromptError, "the prompt is an integer of"),
-            (lambda m: m.add_request(np.eye(40), GREEDY), PromptError, "the prompt is array([[1., 0."),
-            (lambda m: m.add_requests([[1], 10**5000], GREEDY), PromptError, "prompt 1 is an integer of"),
-            (lambda m: m.add_requests([torch.eye(40)], GREEDY), PromptError, "prompt 0 is tensor([[1., 0."),
-            (lambda m: m.add_requests(np.eye(40), GREEDY), PromptError, "the prompts are array([[1., 0."),
-            (lambda m: m.add_request([1], 10**5000), SamplingError, "params is an integer of"),
-            (lambda m: m.add_request([1], np.eye(40)), SamplingError, "params is array([[1., 0."),
-            (lambda m: m.add_requests([[1]], 10**5000), SamplingError, "parameters are an integer of"),
-            (lambda m: m.add_request([1], GREEDY, 10**5000), RoseError, "inbox is an integer of"),
-            (lambda m: m.cancel(10**5000), RoseError, "request an integer of"),
-            (lambda m: m.stream_text(10**5000), RoseError, "request an integer of"),
-            (lambda m: m.result(np.eye(40)), RoseError, "request array([[1., 0."),
-        )
-    ),
+    row(lambda llm: OnlineScheduler(llm.engine, 8), RoseError, "config is 8", "SchedulerConfig"),
     row(lambda _: StreamingManager(10**5000), RoseError, "engine is an integer of", "give an Engine"),
-    row(
-        streamed(lambda m: m.add_requests(["a", "\ud800"], GREEDY)),
-        PromptError, "prompt 1: text '\\ud800' cannot be encoded",
-    ),
-    row(
-        streamed(lambda m: m.result(m.add_requests(["a", "\ud800"], GREEDY)[0], 30), tokenize_workers=1),
-        PromptError, "prompt 1: text '\\ud800' cannot be encoded",
-    ),
+    row(streamed(lambda m: m.add_request(b"x", GREEDY)), PromptError, "b'x'", "give text or a list"),
     row(streamed(lambda m: m.add_request([], GREEDY)), PromptError, "empty", "at least one token id"),
-    row(streamed(lambda m: m.add_request([1], {})), SamplingError, "params is {}", "give SamplingParams"),
     row(streamed(lambda m: m.add_request([300], GREEDY)), PromptError, "id 300", "vocabulary of 300"),
+    row(streamed(lambda m: m.add_requests([[1], 10**5000], GREEDY)), PromptError, "prompt 1 is an integer"),
+    row(streamed(lambda m: m.add_requests(np.eye(40), GREEDY)), PromptError, "prompts are array([[1., 0."),
+    row(
+        streamed(lambda m: m.add_requests(["a", "\ud800"], GREEDY)), PromptError, "prompt 1: text", "encoded"
+    ),
+    row(
+        streamed(spoilt_result, tokenize_workers=1), PromptError, "prompt 1: text '\\ud800' cannot be encoded"
+    ),
+    row(streamed(lambda m: m.add_request([1], {})), SamplingError, "params is {}", "give SamplingParams"),
+    row(streamed(lambda m: m.add_requests([[1]], 10**5000)), SamplingError, "parameters are an integer of"),
+    row(streamed(lambda m: m.add_request([1], GREEDY, 10**5000)), RoseError, "inbox is an integer of"),
     row(streamed(lambda m: m.stream_text(77)), RoseError, "request 77 is unknown", "never added"),
     row(streamed(lambda m: m.cancel(None)), RoseError, "request None is unknown", "never added"),
     row(streamed(lambda m: m.result(1, "x")), RoseError, "timeout is 'x'", "seconds"),
     row(streamed(print, config={"a": 1}), RoseError, "config is {'a': 1}", "SchedulerConfig"),
-    row(lambda llm: OnlineScheduler(llm.engine, 8), RoseError, "config is 8", "SchedulerConfig"),
-    row(lambda _: SchedulerConfig(prefill_chunk=-(10**5000)), RoseError, "prefill_chunk is an integer of"),
     row(streamed(print, stream_interval=0), RoseError, "stream_interval is 0", "1 or more"),
-    row(streamed(print, tokenize_workers=-(10**5000)), RoseError, "tokenize_workers is an integer of"),
     row(streamed(print, tokenize_workers="2"), RoseError, "tokenize_workers is '2'", "0 or more"),
-]  # fmt: skip
+]
 
 OPTIONS = [
-    row(engine(block_size=8.0), OptionError, "block_size is 8.0", "power of two"),
     row(engine(block_size=-8), OptionError, "block_size is -8", "power of two"),
     row(engine(block_size=True), OptionError, "block_size is True"),
-    row(
-        engine(block_size=1 << 60), OptionError, f"block_size is {1 << 60}",
-    ),
     row(engine(num_kv_blocks=0), OptionError, "num_kv_blocks is 0", "1 or more"),
-    row(
-        engine(num_kv_blocks=1 << 60), OptionError, f"num_kv_blocks is {1 << 60}",
-    ),
+    row(engine(num_kv_blocks=1 << 60), OptionError, f"num_kv_blocks is {1 << 60}"),
     row(engine(max_batch_size=1.0), OptionError, "max_batch_size is 1.0", "1 or more"),
-    row(
-        engine(max_batch_size=1 << 60), OptionError, f"max_batch_size is {1 << 60}",
-    ),
     row(engine(max_model_len=0), OptionError, "max_model_len is 0", "from 1 to the model's 64 positions"),
     row(engine(max_model_len=65), OptionError, "max_model_len is 65", "from 1 to the model's 64 positions"),
-    row(engine(max_model_len=True), OptionError, "max_model_len is True", "whole number"),
     row(engine(max_model_len="64"), OptionError, "max_model_len is '64'", "whole number"),
-    row(engine(max_model_len=HUGE), OptionError, f"max_model_len is {HUGE}", "64 positions"),
     *(
         row(engine(gpu_memory_utilization=bad), OptionError, f"utilization is {bad!r}", "above 0 and at most")
-        for bad in (0, -0.5, 1.01, "0.9", None, float("nan"), float("inf"), True)
-    ),
-    row(
-        engine(gpu_memory_utilization=2, num_kv_blocks=4), OptionError, "gpu_memory_utilization is 2",
+        for bad in (0, 1.01, "0.9", float("nan"), True)
     ),
     row(engine(recipe=5), RecipeError, "rung 5 is unknown", "dense, paged"),
-    row(
-        engine(recipe=["dense"]), RecipeError, "rung ['dense'] is unknown",
-    ),
     row(engine(recipe=10**5000), RecipeError, "rung an integer of", "dense, paged"),
-    row(engine(kernels=10**5000), RecipeError, "kernels=an integer of"),
     row(lambda _: Recipe(gemm=10**5000), RecipeError, "gemm=an integer of"),
     row(engine(kernels="cuda"), RecipeError, "kernels='cuda'", "'auto', 'triton' or 'torch'"),
-    row(lambda _: LLM(5), CheckpointError, "model is 5", "a folder or a hub id"),
-    row(lambda _: LLM(10**5000), CheckpointError, "model is an integer of", "a folder or a hub id"),
     row(lambda _: LLM(np.eye(40)), CheckpointError, "model is array([[1., 0.", "a folder or a hub id"),
     row(lambda _: LLM(None), CheckpointError, "model is None", "a folder or a hub id"),
-    row(lambda _: LLM(b"gpt2", load_format="dummy"), CheckpointError, "model is b'gpt2'", "a hub id"),
     row(lambda _: LLM("a" * 5000, device="cpu"), CheckpointError, "aaa", "use 'rose-tiny'"),
     row(lambda _: LLM("\0", load_format="dummy"), CheckpointError, "'\\x00'", "use one of gpt2"),
     row(lambda _: LLM("rose-tiny", device=None), DeviceError, "device None", "'cuda' or 'cpu'"),
     row(lambda _: LLM("rose-tiny", device="cpu", dtype=["half"]), DeviceError, "['half']", "'float16'"),
-    row(lambda _: LLM("rose-tiny", device=10**5000), DeviceError, "device an integer of", "'cpu'"),
-    row(lambda _: LLM("rose-tiny", device="cpu", dtype=10**5000), DeviceError, "dtype an integer of"),
-    row(lambda _: LLM("rose-tiny", load_format=10**5000), CheckpointError, "load_format an integer of"),
     row(lambda _: LLM("rose-tiny", load_format=None), CheckpointError, "load_format None", "'dummy'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("one", [*REQUESTS, *SCHEDULERS, *OPTIONS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -211,42 +210,27 @@ nines = "9" * 40
 
 COMMANDS = [
     scheduler("--num-requests +-5", "--num-requests", "'+-5' is not a whole number, 1 or more"),
-    scheduler(f"--num-requests {'9' * 5000}", "--num-requests", "...", "is not a whole number"),
     scheduler("--num-requests 9999999", "'9999999' is too large; use at most 1048576"),
-    scheduler(f"--prompt-tokens {nines}", "--prompt-tokens", "too large; use at most 1048576"),
-    scheduler(f"--prompt-repeats {nines}", "--prompt-repeats", "too large; use at most 1048576"),
     scheduler(f"--max-batch-size {nines}", "--max-batch-size", "too large; use at most 2147483647"),
     scheduler(f"--block-size {2**70}", "--block-size", "too large; use at most 1048576"),
-    scheduler(f"--num-kv-blocks {nines}", "--num-kv-blocks", "too large; use at most 2147483647"),
     scheduler("--num-kv-blocks 2147483647", "out of memory; ask for a smaller batch, fewer KV blocks"),
     scheduler("--prompt \udcff", "text '\\udcff' cannot be encoded"),
     scheduler(f"--hf-model-id {'a' * 5000}", "model 'aaa", "use 'rose-tiny', a local folder"),
-    scheduler("--hf-model-id=", "model ''", "use 'rose-tiny', a local folder"),
-    scheduler("--hf-model-id file", "model 'file'", "use 'rose-tiny', a local folder"),
     scheduler("--hf-model-id .", "has no config.json"),
     scheduler(f"--json {'x' * 5000}", "File name too long"),
     scheduler("--json file/x", "cannot write file/x: there is no folder file"),
     scheduler("--profile .", "cannot write .", "not a regular file"),
     scheduler("--workload=", "workload '' is unknown; benchmark_scheduler runs W0"),
-    scheduler("--rung=", "rung '' is unknown; use one of dense"),
     scheduler("--top-k -2", "--top-k: '-2' is not a whole number, -1 or more"),
     scheduler("stray", "unrecognized arguments: stray"),
     streaming("--submit-interval-ms 1e300", "'1e300'", "at most 86400000, a day"),
-    streaming("--submit-interval-ms inf", "'inf'", "at most 86400000, a day"),
     streaming("--prompt \udcff --tokenize-workers 1", "text '\\udcff' cannot be encoded"),
-    streaming(f"--tokenize-workers {nines}", "--tokenize-workers", "too large"),
     streaming("--trace file", "file: the header is kept; it must name seconds, prompt_tokens, new_tokens"),
-    streaming("--long-prompt-tokens 9999999", "'9999999' is too large; use at most 1048576"),
     kv_append(f"--batch-sizes 8,{nines}", "--batch-sizes", "too large; use at most 1099511627776"),
-    kv_append("--batch-sizes=", "'' is not a whole number, 1 or more"),
     kv_append("--head-dim 2147483647 --num-heads 2147483647", "out of memory"),
     rivals("--rival=", "'' is unknown; use vllm, transformers, rosellm"),
-    rivals("--rival rosellm --workloads W1 --num-requests 9999999", "too large; use at most 1048576"),
     rivals("--rival rosellm --workloads W1 --output file/x", "cannot write records to file/x"),
-    training("--epochs x", "--epochs: invalid float value: 'x'"),
-    training("--epoch 1", "unrecognized arguments: --epoch 1"),
     training("--epochs 1e308", "epochs is 1e+308; it must be at most 1000000"),
-    training("--learning-rate 1e300", "learning_rate is 1e+300; it must be at most 1000"),
     training(f"--batch-size {10**12}", "batch_size is 1000000000000; it must be at most 65536"),
     training("--json .", "record '.' is not a file name"),
     measuring("--repeats 0", "--repeats: '0' is not a whole number, 1 or more"),
@@ -254,37 +238,28 @@ COMMANDS = [
     measuring("--load-format gguf", "invalid choice: 'gguf'", "'auto', 'dummy'"),
     measuring("--output file", "File exists: 'file'"),
     measuring(["--experiments", "", "--workloads", "W0", "--model", "gpt5"], "for 'gpt5'", "rose-tiny"),
-    diagnosing("--batch 0", "--batch: '0' is not a whole number, 1 or more"),
     diagnosing(f"--batch {nines}", "--batch", "too large; use at most 4096"),
     diagnosing("--context 489", "context 489", "512 positions; use a context of at most 488"),
-    diagnosing("--transformers --context 489", "context 489", "use a context of at most 488"),
-    diagnosing("--rung=", "rung '' is unknown; use one of dense"),
     diagnosing("--rung paged --transformers", "which --transformers does not run; give only one of them"),
     diagnosing("--model gpt5 --transformers", "model 'gpt5'", "use 'rose-tiny', a local folder"),
     notebooks("--workers x", "--workers: invalid int value: 'x'"),
     notebooks("--timeout nan", "timeout above 0 and finite, not 2 and nan"),
-    notebooks("--timeout inf", "timeout above 0 and finite, not 2 and inf"),
     notebooks("--output file", "output 'file' cannot be a folder: File exists"),
     notebooks("--select 99", "no notebook is called '99': there are 01_dense"),
     notebooks("--notebooks broken --parameters batch=1", "broken/01.ipynb cannot be read as a notebook"),
     refresh("--timeout nan", "timeout must be above 0 and finite, not nan"),
-    refresh("--timeout x", "--timeout: invalid float value: 'x'"),
     refresh("--select 99", "no notebook is called '99': there are 01_dense"),
 ]
 
 PARAMETERS = {
     "batch=x": ("batch='x'", "a value like 8"),
     "batch=1.5": ("batch=1.5", "a value like 8"),
-    "batch=true": ("batch=True", "a value like 8"),
-    "batch=null": ("batch=None", "a value like 8"),
     "quick=1": ("quick=1", "a value like True"),
     "rate=fast": ("rate='fast'", "a value like 0.5"),
-    "lengths=3": ("lengths=3", "a value like [2, 40]"),
     "lengths=[2,x]": ("lengths=[2, 'x']", "a value like [2, 40]"),
     "rung=7": ("rung=7", "a value like 'dense'"),
     "rungs=dense": ("no parameter 'rungs'", "batch, lengths, quick, rate, rung"),
     "batch": ("name=value", "'batch'"),
-    "batch=@8": ("'batch'", "cannot be read as YAML: '@8'"),
     f"batch={'[' * 9000}": ("'batch'", "cannot be read as YAML"),
 }
 COMMANDS += [notebooks(["--parameters", text], *words) for text, words in PARAMETERS.items()]
@@ -326,18 +301,9 @@ def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        ("rosellm.roseinfer.benchmark_scheduler", "--device cpu --prompt-tokens 9999999999"),
-        ("rosellm.rosetrainer.train", "--batch-size many"),
-    ],
-)
-def test_a_process_ends_with_status_2_and_one_line(module: str, arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments.split()],
-        capture_output=True, text=True, cwd=ROOT, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
+def test_a_process_ends_with_status_2_and_one_line() -> None:
+    command = [sys.executable, "-m", "rosellm.rosetrainer.train", "--batch-size", "many"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     [line] = done.stderr.splitlines()
-    assert line.startswith("error: ") and arguments.split()[-1] in line
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("error: ") and "many" in line
