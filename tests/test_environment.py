@@ -48,16 +48,11 @@ def test_the_environment_tells_the_commit_of_a_checkout_and_whether_it_was_chang
     assert environment(CPU)["git_dirty"] is True
 
 
-def test_without_a_checkout_a_variable_may_name_the_commit(tmp_path, monkeypatch):
+@NEEDS_GIT
+def test_a_variable_names_the_commit_where_the_history_was_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHECKOUT", tmp_path)
     monkeypatch.setenv("ROSELLM_COMMIT", "0123abc")
     assert environment(CPU)["git_commit"] == "0123abc" and environment(CPU)["git_dirty"] is None
-
-
-@NEEDS_GIT
-def test_the_variable_names_the_commit_where_the_history_was_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CHECKOUT", tmp_path)
-    monkeypatch.setenv("ROSELLM_COMMIT", "0123abc")
     git(tmp_path, "init", "--quiet")
     assert environment(CPU)["git_commit"] == "0123abc"
 

