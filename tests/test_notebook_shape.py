@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS as FOUND
 from rosellm.roseinfer.recipe import BEFORE
-from tests.exercises import solution_in, solved
+from tests.exercises import solution_in
 from tests.side_by_side import SIDE_BY_SIDE
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -177,31 +177,3 @@ def test_a_notebook_leads_to_the_next_one():
 
 def _functions(source: str) -> list[ast.FunctionDef]:
     return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-
-
-def test_a_solution_takes_its_stubs_place_and_is_asserted():
-    stub = 'def f(n):\n    """n."""\n    ...\n\n\nexercise(f, lambda g: g(1) == 1)'
-    below = "<details><summary>Solution</summary>\n\n```python\ndef f(n):\n    return n\n```\n</details>"
-    exec(solved(stub, below), {})
-    with pytest.raises(AssertionError):
-        exec(solved(stub, below.replace("return n", "return 2")), {})
-
-
-def test_the_shape_of_a_notebook_is_counted():
-    cells = [
-        nbformat.v4.new_markdown_cell("one two\nthree"),
-        nbformat.v4.new_code_cell("from a import (\n    b,\n    c,\n)\n\nx = 1"),
-        nbformat.v4.new_code_cell("y = 2"),
-        nbformat.v4.new_code_cell(""),
-        nbformat.v4.new_code_cell("z = 3\n" * 30, metadata={"tags": ["hide-input"]}),
-    ]
-    counted = shape(nbformat.v4.new_notebook(cells=cells))
-    assert counted == {
-        "cells": 5,
-        "words": 3,
-        "code": 6,
-        "median": 3,
-        "longest": 5,
-        "imports": 4,
-        "columns": 15,
-    }
