@@ -1,9 +1,9 @@
-"""What the host costs around an engine whose device takes no time, or a given time a step.
+"""The cost of the host around an engine whose device takes no time, or a given time per step.
 
-``python -m tests.host_cost`` prints microseconds a step of 256 rows, and a token, of ``OfflineScheduler``,
-``LLM.generate`` with its texts, and a streaming manager with one inbox, 256 reading threads and 256
-coroutines; with ``--step-us 570`` the device takes that long a step while the host runs ahead, and tokens a
-second are compared. Everything but the model's arithmetic is the product's own.
+``python -m tests.host_cost`` prints microseconds per step of 256 rows, and tokens per second, of
+``OfflineScheduler``, ``LLM.generate`` with its texts, and a streaming manager with one inbox and with 256
+coroutines. With ``--step-us 570`` the device takes that long per step while the host runs ahead. Only the
+arithmetic of the model is replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter, sleep
 from types import SimpleNamespace
@@ -90,55 +89,40 @@ class _FirstTokens:
         return None, torch.full((len(hidden), 1), 7, dtype=torch.int32)
 
 
-@dataclass
-class Work:
-    engine: Engine
-    prompts: list
-    params: SamplingParams
+def offline(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    OfflineScheduler(engine).run(prompts, params)
 
-    def offline(self) -> None:
-        OfflineScheduler(self.engine).run(self.prompts, self.params)
 
-    def generate(self, texts: bool = True) -> None:
-        llm = object.__new__(LLM)
-        llm.served, llm._config, llm._lock = self.engine, SchedulerConfig(), threading.Lock()
-        outputs = llm.generate(["Hello"] * len(self.prompts), self.params, use_tqdm=True)
-        if texts:
-            [output.outputs[0].text for output in outputs]
+def generate(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    llm = object.__new__(LLM)
+    llm.served, llm._config, llm._lock = engine, SchedulerConfig(), threading.Lock()
+    for output in llm.generate(["Hello"] * len(prompts), params, use_tqdm=True):
+        assert output.outputs[0].text
 
-    def readers(self) -> None:
-        with StreamingManager(self.engine) as manager:
-            ids = [manager.add_request(prompt, self.params) for prompt in self.prompts]
-            threads = [threading.Thread(target=self._read, args=(manager, one)) for one in ids]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
 
-    @staticmethod
-    def _read(manager: StreamingManager, request_id: int) -> None:
-        for _ in manager.stream_text(request_id):
+def inbox(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    pieces: SimpleQueue = SimpleQueue()
+    with StreamingManager(engine) as manager:
+        for prompt in prompts:
+            manager.add_request(prompt, params, pieces)
+        left = len(prompts)
+        while left:
+            left -= pieces.get()[1] is None
+
+
+def coroutines(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    async def read(prompt: list[int]) -> None:
+        async for _ in manager.stream(prompt, params):
             pass
 
-    def inbox(self) -> None:
-        with StreamingManager(self.engine) as manager:
-            inbox: SimpleQueue = SimpleQueue()
-            for prompt in self.prompts:
-                manager.add_request(prompt, self.params, inbox)
-            left = len(self.prompts)
-            while left:
-                left -= inbox.get()[1] is None
+    async def read_all() -> None:
+        await asyncio.gather(*map(read, prompts))
 
-    def coroutines(self) -> None:
-        with StreamingManager(self.engine) as manager:
-            asyncio.run(self._gather(manager))
+    with StreamingManager(engine) as manager:
+        asyncio.run(read_all())
 
-    async def _gather(self, manager: StreamingManager) -> None:
-        await asyncio.gather(*(self._aread(manager, prompt) for prompt in self.prompts))
 
-    async def _aread(self, manager: StreamingManager, prompt: list[int]) -> None:
-        async for _ in manager.stream(prompt, self.params):
-            pass
+WAYS = {way.__name__: way for way in (offline, generate, inbox, coroutines)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -147,26 +131,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--step-us", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="offline,generate,inbox,readers,coroutines")
     given = parser.parse_args(argv)
     engine = instant_engine(given.rows, given.step_us / 1e6)
     params = SamplingParams(temperature=0.0, max_tokens=given.new_tokens, ignore_eos=True)
-    work = Work(engine, [[1]] * given.rows, params)
-    names = given.only.split(",")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    best = dict.fromkeys(WAYS, float("inf"))
     for turn in range(1 + given.repeats):
-        for name in names:
+        for name, way in WAYS.items():
             start = perf_counter()
-            getattr(work, name)()
-            seconds[name] += [perf_counter() - start] if turn else []
-    first = min(seconds[names[0]])
-    for name in names:
-        best = min(seconds[name])
-        step_us = best / given.new_tokens * 1e6
-        print(
-            f"{name:9} {step_us:8.1f} us a step {step_us / given.rows:6.3f} us a token "
-            f"{given.rows * given.new_tokens / best:12,.0f} tok/s {first / best:6.1%}"
-        )
+            way(engine, [[1]] * given.rows, params)
+            best[name] = min(best[name], perf_counter() - start) if turn else best[name]
+    for name, seconds in best.items():
+        rate = given.rows * given.new_tokens / seconds
+        print(f"{name:10} {seconds / given.new_tokens * 1e6:8.1f} us per step {rate:12,.0f} tok/s")
 
 
 if __name__ == "__main__":

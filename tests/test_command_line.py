@@ -18,13 +18,8 @@ ROOT = Path(__file__).parents[1]
     ("option", "told"),
     [
         ({"default": 3}, "how many; default: 3"),
-        ({"default": 0}, "how many; default: 0"),
         ({"default": (1, 4)}, "how many; default: 1,4"),
-        ({"default": "5%"}, "how many; default: 5%"),
         ({"default": True, "action": argparse.BooleanOptionalAction}, "how many; default: on"),
-        ({"default": False, "action": argparse.BooleanOptionalAction}, "how many; default: off"),
-        ({"action": "store_true"}, "how many"),
-        ({}, "how many"),
         ({"default": ""}, "how many"),
         ({"default": 3, "help": "some; default: three"}, "some; default: three"),
     ],
