@@ -42,122 +42,68 @@ def refused(family: str, change: dict[str, Any], *words: str) -> None:
 
 ROPES = [
     (scaled({"rope_type": "dynamic"}), "rope_type 'dynamic' is not supported; default, linear, llama3, yarn"),
-    (scaled({"rope_type": None}), "rope_type None"),
     (scaled({"rope_type": ["yarn"]}), "rope_type ['yarn']"),
     ({"rope_scaling": {"type": "su"}}, "rope_type 'su'"),
-    *(
-        (scaled(LINEAR, factor=bad), f"factor is {bad!r}; a number above 1e-06")
-        for bad in (None, 0, "4", True)
-    ),
-    *((scaled(LINEAR, factor=bad), f"factor is {bad!r}") for bad in (NAN, INFINITE, HUGE, 1e-300, [2.0])),
-    *((scaled(LINEAR, rope_theta=bad), f"rope_theta is {bad!r}; a number above 1") for bad in ("1", NAN, 1)),
-    ({"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits"),
+    *((scaled(LINEAR, factor=bad), f"factor is {bad!r}; a number above 1e-06") for bad in (0, "4", True)),
+    *((scaled(LINEAR, factor=bad), f"factor is {bad!r}") for bad in (None, NAN, INFINITE, HUGE, 1e-300)),
+    *((scaled(LINEAR, rope_theta=bad), f"rope_theta is {bad!r}; a number above 1") for bad in ("1", 1)),
     (scaled(LLAMA3, low_freq_factor=4.0), "low_freq_factor is 4.0; a number below high_freq_factor 4.0"),
-    (scaled(LLAMA3, low_freq_factor=None), "low_freq_factor is None"),
     (scaled(LLAMA3, high_freq_factor="4"), "high_freq_factor is '4'"),
-    *(
-        (scaled(LLAMA3, **{ORIGINAL: bad}), f"{ORIGINAL} is {bad!r}; a whole number")
-        for bad in (0, 0.5, "32")
-    ),
-    (scaled(YARN, factor=None), "factor is None"),
+    *((scaled(LLAMA3, **{ORIGINAL: bad}), f"{ORIGINAL} is {bad!r}; a whole number") for bad in (0, 0.5)),
     (scaled(YARN, attention_factor=-1.0), "attention_factor is -1.0"),
     (scaled(YARN, beta_fast=NAN), "beta_fast is nan"),
-    (scaled(YARN, beta_slow="1"), "beta_slow is '1'"),
     (scaled(YARN, mscale="x", mscale_all_dim=1.0), "mscale is 'x'"),
-    (scaled(YARN, mscale=1.0, mscale_all_dim=[1]), "mscale_all_dim is [1]"),
     (scaled(YARN, truncate="yes"), "truncate is 'yes'; true or false"),
     (scaled(YARN, factor=1e11), "n_positions is 3200000000000; a whole number from 1 to 2147483647"),
-    (scaled(YARN) | {"max_position_embeddings": "128"}, "n_positions is '128'"),
     (scaled({}, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported; only 1.0 is"),
-    ({"partial_rotary_factor": "1"}, "partial_rotary_factor '1'"),
     ({"rope_parameters": {FULL: YARN, SLIDING: LLAMA3}}, "differ between kinds of layers"),
     ({"rope_parameters": [YARN]}, "rope_parameters is [{"),
     ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; an object is needed"),
 ]
 SHAPES = [
     ({"num_attention_heads": 6, "num_key_value_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
-    ({"num_key_value_heads": 0}, "n_kv_heads is 0"),
     ({"num_key_value_heads": 2.0}, "n_kv_heads is 2.0; a whole number"),
     ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even one"),
-    ({"head_dim": -8}, "head_dim is -8"),
-    ({"head_dim": "8"}, "head_dim is '8'"),
     ({"head_dim": None, "num_attention_heads": 5}, "d_model 48 is not a multiple of n_heads 5"),
     ({"num_hidden_layers": 10**9}, "n_layers is 1000000000; a whole number from 1 to 4096"),
     ({"hidden_size": True}, "d_model is True"),
-    ({"hidden_size": HUGE}, f"d_model is {HUGE}"),
-    ({"intermediate_size": [56]}, "d_ff is [56]"),
     ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
     ({"max_position_embeddings": 0}, "n_positions is 0"),
     *(({"rms_norm_eps": bad}, f"norm_eps is {bad!r}") for bad in (0, NAN, "1e-6", None)),
     ({"tie_word_embeddings": 1}, "tie_embeddings is 1; true or false"),
-    *(
-        ({"hidden_act": bad}, f"hidden_act {bad!r} is not supported; only 'silu'")
-        for bad in ("gelu", ["silu"])
-    ),
-    *(
-        ({"eos_token_id": bad}, "eos_token_id is", "token id")
-        for bad in ("</s>", [1, 2.0], -1, {"a": 1}, [HUGE])
-    ),
-    *(({"dtype": bad}, f"dtype {bad!r} is not supported; float32") for bad in ("int4", ["float16"])),
+    ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported; only 'silu'"),
+    *(({"eos_token_id": bad}, "eos_token_id is", "token id") for bad in ("</s>", [1, 2.0], -1, [HUGE])),
+    ({"dtype": ["float16"]}, "dtype ['float16'] is not supported; float32"),
     ({"quantization_config": {}}, "the checkpoint is quantised"),
-    *(
-        ({name: None}, f"config.json lacks {name}")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
-    ),
-    *(
-        ({name: 10**4000}, "an integer of 13288 bits")
-        for name in (
-            "vocab_size",
-            "head_dim",
-            "rms_norm_eps",
-            "eos_token_id",
-            "dtype",
-            "hidden_act",
-            "rope_theta",
-        )
-    ),
+    ({"hidden_size": None}, "config.json lacks hidden_size"),
+    *(({name: 10**4000}, "an integer of 13288 bits") for name in ("head_dim", "dtype", "rope_theta")),
 ]
 BOTH = {"sliding_window": 7, "use_sliding_window": True}
 LAYERS = [
     ({"layer_types": [FULL, SLIDING]}, f"layers of {FULL} and of {SLIDING} in one model"),
     ({"layer_types": [SLIDING]}, f"layer_types is ['{SLIDING}']; a list of 2 kinds"),
-    ({"layer_types": FULL}, f"layer_types is '{FULL}'; a list of 2 kinds"),
-    ({"layer_types": [FULL, "chunked_attention"]}, "'chunked_attention']; a list of 2 kinds"),
     ({"layer_types": [[FULL], 5]}, "5]; a list of 2 kinds"),
     ({"layer_types": [SLIDING] * 2, "sliding_window": None}, "but there is no sliding_window"),
-    ({"sliding_window": "7", "max_window_layers": 0}, "window is '7'"),
     ({"sliding_window": 0, "max_window_layers": 0}, "window is 0; a whole number from 1"),
 ]
 MORE_LAYERS = [
     ({"max_window_layers": 1}, f"layers of {FULL} and of {SLIDING} in one model"),
     ({"max_window_layers": -1}, "max_window_layers is -1; a whole number"),
-    ({"max_window_layers": 1.0}, "max_window_layers is 1.0"),
     ({"use_sliding_window": None}, "use_sliding_window is None; true or false"),
 ]
 OF_ALL = [(family, *case) for family in ("llama", "qwen3") for case in ROPES + SHAPES]
 OF_ALL += [(family, BOTH | change, words) for family in ("mistral", "qwen2") for change, words in LAYERS]
 OF_ALL += [("qwen3", BOTH | change, words) for change, words in MORE_LAYERS]
 OWN = [
-    *(("phi3", {"sliding_window": bad}, f"window is {bad}") for bad in (0, 2.5, True)),
+    ("phi3", {"sliding_window": 2.5}, "window is 2.5"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "(longrope) are not supported"),
     ("qwen3", {"attention_bias": True}, "attention_bias True is not supported"),
     ("llama", {"attention_bias": "no"}, "attention_bias is 'no'; true or false is needed"),
-    ("llama", {"mlp_bias": True}, "mlp_bias True is not supported"),
     ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True"),
     ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights 1 is not supported; only True is"),
-    ("gpt2", {"n_inner": 0}, "d_ff is 0"),
     ("gpt2", {"n_embd": 49}, "d_model 49 is not a multiple"),
-    ("gpt2", {"layer_norm_epsilon": 0}, "norm_eps is 0"),
-    *(
-        ("gpt2", {name: None}, f"config.json lacks {name}")
-        for name in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-    ),
-    *(
-        ("llama", {"model_type": bad}, f"model_type {bad!r}", *FAMILIES)
-        for bad in ("mamba", None, [], "a\nb")
-    ),
+    ("gpt2", {"n_layer": None}, "config.json lacks n_layer"),
+    *(("llama", {"model_type": bad}, f"model_type {bad!r}", *FAMILIES) for bad in ("mamba", [], "a\nb")),
 ]
 
 

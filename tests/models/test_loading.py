@@ -15,7 +15,6 @@ from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
 from rosellm.models import loading
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype, stored_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import trial
@@ -33,12 +32,6 @@ def test_the_shipped_model_comes_with_its_own_tokenizer():
         gpt.config.vocab_size,
         *gpt.config.eos_token_ids,
     )
-
-
-def test_a_dummy_has_the_shape_dtype_and_end_of_text_of_its_model():
-    gpt, tokenizer = load_parts("gpt2", "cpu", "bfloat16", "dummy")
-    assert gpt.config is KNOWN_SHAPES["gpt2"] and gpt.dtype == torch.bfloat16
-    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (50257, 50256)
 
 
 def test_engine_and_lab_load_the_same_weights():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rosellm.models.attention import CausalAttention
-from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
 from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
@@ -41,32 +40,6 @@ def test_packed_sequences_do_not_see_each_other(lengths):
         together = gpt.logits(gpt(ids, positions, CausalAttention(lengths, CPU)))
     alone = torch.cat([uncached_logits(gpt, prompt) for prompt in prompts])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_is_made_without_drawing_what_is_overwritten(monkeypatch):
-    monkeypatch.delattr(torch.nn.init, "normal_")
-    assert all(parameter.requires_grad for parameter in Transformer(small_config()).parameters())
-    Transformer.allocate(small_config(), CPU, torch.float32)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"tie_embeddings": False}, {"n_heads": 4, "n_kv_heads": 1, "d_ff": 40}, {"n_layers": 1}],
-    ids=str,
-)
-def test_the_config_knows_the_number_of_parameters(changes):
-    gpt = random_model(0, small_config(**changes))
-    assert gpt.config.n_parameters == sum(p.numel() for p in gpt.parameters())
-
-
-def test_gpt2_has_124_million_parameters():
-    assert KNOWN_SHAPES["gpt2"].n_parameters == 124_439_808
-
-
-def test_an_allocated_model_has_its_device_and_dtype_and_needs_no_gradient():
-    gpt = Transformer.allocate(small_config(), CPU, torch.bfloat16)
-    assert (gpt.device, gpt.dtype, gpt.training) == (CPU, torch.bfloat16, False)
-    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in gpt.parameters())
 
 
 def initialised(seed: int, **options) -> Transformer:

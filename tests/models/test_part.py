@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from rosellm.errors import OptionError
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.model import Transformer
-from rosellm.models.part import ALIGNMENT, WHOLE, Part
+from rosellm.models.part import ALIGNMENT, Part
 from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
 from tests.helpers import CPU, FAMILIES, random_model, small_config
@@ -95,11 +95,6 @@ def test_a_tied_head_of_a_part_takes_no_memory_of_its_own():
     offset = model.lm_head.weight.data_ptr() - embedding.data_ptr()
     assert offset == model.words.start * embedding.shape[1] * 4
     assert model.words.start % ALIGNMENT == 0
-
-
-def test_the_whole_is_the_part_of_one():
-    assert Part(0, 1) == WHOLE
-    assert WHOLE.arch(SHAPES["gpt2"]) is SHAPES["gpt2"]
 
 
 @pytest.mark.parametrize(

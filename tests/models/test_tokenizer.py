@@ -14,7 +14,6 @@ from hypothesis import example, given, strategies as st
 from tokenizers import decoders, models, processors
 
 from rosellm.errors import CheckpointError, PromptError
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
@@ -41,7 +40,6 @@ CODE = '''class Queue:
 '''
 SAMPLE = "def f(x):\n        return x.real  # naïve ✓ 🌹\n\n\n\tassert 12345 != '''\r\n'''\n"
 REPLACEMENT = "\ufffd"
-SHIPPED_IDS = [291, 297, 8, 88, 280, 277, 389, 646]  # of "def f(x):", a line break, "    return x"
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +127,6 @@ def test_an_added_token_beyond_the_byte_alphabet_is_its_own_text() -> None:
     assert len(ids) == 4 and [stream.push(token_id) for token_id in ids] == ["x", "<π>", "<a b>", "y"]
 
 
-def test_streams_of_one_tokenizer_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
-    first, second = tokenizer.stream(), tokenizer.stream()
-    rose, tick = tokenizer.encode("🌹"), tokenizer.encode("✓")
-    pieces = [first.push(rose[0]), second.push(tick[0]), first.push(rose[1]), second.push(tick[1])]
-    assert pieces == [""] * 4
-    assert (first.push(rose[2]), second.push(tick[2]), first.push(rose[3])) == ("", "✓", "🌹")
-
-
-def test_a_files_truncation_and_padding_do_not_apply(saved: Path, tokenizer: Tokenizer) -> None:
-    raw = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
-    raw.enable_truncation(4)
-    raw.enable_padding(length=200)
-    raw.save(str(saved / "tokenizer.json"))
-    loaded = load_tokenizer(saved, small_config(vocab_size=320))
-    assert loaded.encode(SAMPLE) == tokenizer.encode(SAMPLE)
-    assert 4 < len(tokenizer.encode(SAMPLE)) < 200
-
-
 MERGES, VOCABULARY = "merges.txt", "vocab.json"
 
 
@@ -187,16 +167,7 @@ def test_the_tokenizer_that_a_config_names_is_converted(in_parts: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        (VOCABULARY, None),
-        (MERGES, None),
-        (VOCABULARY, "[]"),
-        (VOCABULARY, '{"a": -1}'),
-        (MERGES, "zzz qqq"),
-        (MERGES, "\xff\xfe"),
-        ("tokenizer_config.json", "[]"),
-        ("config.json", "{"),
-    ],
+    [(VOCABULARY, None), (VOCABULARY, '{"a": -1}'), (MERGES, "zzz qqq"), ("tokenizer_config.json", "[]")],
 )
 def test_broken_parts_are_refused(in_parts: Path, name: str, content: str | None) -> None:
     if content is None:
@@ -214,23 +185,12 @@ def test_a_tokenizers_remote_code_is_not_run(in_parts: Path) -> None:
     assert not (in_parts / "sprung").exists()
 
 
-NAMED_ONLY = {
-    "tokenizer_class": "Qwen2Tokenizer",
-    "eos_token": "<|im_end|>",
-    "added_tokens_decoder": {
-        "5": {"content": "<|im_end|>", "special": True},
-        "6": {"content": "<tool_call>"},
-    },
-}
-CLASS_ONLY = {"nothing": {}, "a class": {"tokenizer_class": "LlamaTokenizer"}, "tokens": NAMED_ONLY}
-
-
-@pytest.mark.parametrize("fields", CLASS_ONLY.values(), ids=CLASS_ONLY)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path: Path, family, fields) -> None:
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path: Path, family) -> None:
     refused(tmp_path, "has no tokenizer.json, and")
     (tmp_path / "config.json").write_text(json.dumps(sizes(family) | {"model_type": family}))
-    (tmp_path / CONFIG).write_text(json.dumps(fields))
+    named = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"6": {"content": "<tool_call>"}}}
+    (tmp_path / CONFIG).write_text(json.dumps(named))
     refused(tmp_path, "has no tokenizer.json, and")
 
 
@@ -367,9 +327,3 @@ def test_a_prompt_begins_as_the_checkpoint_says_and_the_beginning_is_not_decoded
         assert ours.encode_many(texts, special) == [ours.encode(text, special) for text in texts]
     ids, stream = [*ours.encode(SAMPLE), 321], ours.stream()
     assert "".join(map(stream.push, ids)) + stream.finish() == ours.decode(ids) == SAMPLE
-
-
-def test_the_shipped_model_adds_nothing_to_a_prompt() -> None:
-    shipped = load_tokenizer(checkpoint_folder(SHIPPED), small_config(vocab_size=4096))
-    assert shipped.encode(SAMPLE) == shipped.encode(SAMPLE, special=False)
-    assert shipped.encode("def f(x):\n    return x") == SHIPPED_IDS

@@ -82,22 +82,13 @@ def refused(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_saved_model_loads_again(tmp_path, dtype, tie):
-    gpt = random_model(0, small_config(tie_embeddings=tie, eos_token_ids=(5,))).to(dtype)
-    save_model(gpt, tmp_path / "new" / "folder", dtype)
-    again = load(tmp_path / "new" / "folder", dtype)
-    assert again.config == gpt.config and same(again, gpt)
-
-
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", DTYPES, ids=str)
-def test_stored_values_are_converted_to_the_dtype_wanted(tmp_path, stored, wanted):
-    gpt = random_model(0)
-    save_model(gpt, tmp_path, stored)
-    again = load(tmp_path, wanted)
-    assert again.dtype == wanted
-    assert torch.equal(again.blocks[1].up.weight, gpt.blocks[1].up.weight.to(stored).to(wanted))
+def test_a_saved_model_loads_again_in_the_dtype_wanted(tmp_path, stored, wanted, tie):
+    gpt = random_model(0, small_config(tie_embeddings=tie, eos_token_ids=(5,)))
+    save_model(gpt, tmp_path / "new" / "folder", stored)
+    again = load(tmp_path / "new" / "folder", wanted)
+    assert again.config == gpt.config and again.dtype == wanted and same(again, gpt.to(stored).to(wanted))
 
 
 def bare(tensors: Tensors) -> Tensors:
@@ -192,9 +183,7 @@ def test_a_shard_without_a_tensor_that_the_index_puts_there_is_refused(rotary):
     refused(rotary, f"lacks 1 tensors, the first is {K}")
 
 
-@pytest.mark.parametrize(
-    "name", ["a" * 5000, "", "a\nb", "\0", "\ud800", "/0.safetensors", "a/../0.safetensors"]
-)
+@pytest.mark.parametrize("name", ["a" * 5000, "", "\ud800", "a/../0.safetensors"])
 def test_an_index_that_names_no_file_of_the_folder_is_refused_in_a_short_line(folder, name):
     where = spread(folder, 3)
     (folder / INDEX).write_text(json.dumps({"weight_map": where | {WPE: name}}))
@@ -306,25 +295,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     return folder, 4 * arch.n_parameters, 4 * 4096 * 768
 
 
-def all_at_once(gpt: Transformer, holders: weights.Holders, folder: Path) -> None:
-    held = [file.get_tensor(name).to(gpt.device, gpt.dtype) for file, name in holders.values()]
-    copy_weights(gpt, holders, folder)
-    held.clear()
-
-
-def a_second_copy(gpt: Transformer, holders: weights.Holders, folder: Path) -> None:
-    copy_weights(gpt, holders, folder)
-    gpt.load_state_dict({name: tensor.clone() for name, tensor in gpt.state_dict().items()})
-
-
-copy_weights = weights._copy_weights
-WAYS = {"as it is": (copy_weights, True), "all": (all_at_once, False), "copy": (a_second_copy, False)}
-
 MEASURED = """
 import sys, threading
 import torch
 from rosellm.models import weights
-from tests.models.test_weights import WAYS
 
 def anonymous():
     line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -335,7 +309,6 @@ def watch():
         seen.append(anonymous())
         done.wait(0.001)
 
-weights._copy_weights = WAYS[sys.argv[2]][0]
 done, seen = threading.Event(), [anonymous()]
 threading.Thread(target=watch, daemon=True).start()
 gpt = weights.load_model(sys.argv[1], torch.device("cpu"), torch.float32)
@@ -345,25 +318,21 @@ print(max(seen) - seen[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_loading_needs_the_memory_of_the_weights_and_one_tensor(large, way):
+def test_loading_needs_the_memory_of_the_weights_and_one_tensor(large):
     """Anonymous memory: the files' own pages are the page cache's, which gives them back."""
     folder, n_bytes, largest = large
-    command = [sys.executable, "-c", MEASURED, str(folder), way]
+    command = [sys.executable, "-c", MEASURED, str(folder)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     peak, slack = int(done.stdout), 4 << 20
     assert n_bytes > 5 * (largest + slack)
-    assert peak > 0.9 * n_bytes
-    assert (peak <= n_bytes + largest + slack) == WAYS[way][1]
+    assert 0.9 * n_bytes < peak <= n_bytes + largest + slack
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_loading_to_a_gpu_needs_the_memory_of_the_weights_and_one_tensor_there(large, way, monkeypatch):
+def test_loading_to_a_gpu_needs_the_memory_of_the_weights_and_one_tensor_there(large):
     """In bytes as asked for: what the allocator rounds up is not the loader's."""
-    (folder, n_bytes, largest), (copy, fits) = large, WAYS[way]
-    monkeypatch.setattr(weights, "_copy_weights", copy)
+    folder, n_bytes, largest = large
     gpu = torch.device("cuda")
     torch.zeros(1, device=gpu)  # its context is there
     gc.collect()
@@ -371,6 +340,4 @@ def test_loading_to_a_gpu_needs_the_memory_of_the_weights_and_one_tensor_there(l
     before = torch.cuda.memory_stats(gpu)["requested_bytes.all.current"]
     gpt = load_model(str(folder), gpu, torch.float32)
     peak = torch.cuda.memory_stats(gpu)["requested_bytes.all.peak"] - before
-    assert gpt.device.type == "cuda"
-    assert n_bytes <= peak
-    assert (peak <= n_bytes + largest + (1 << 20)) == fits
+    assert gpt.device.type == "cuda" and n_bytes <= peak <= n_bytes + largest + (1 << 20)
