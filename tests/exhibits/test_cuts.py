@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rosellm.errors import OptionError
 from rosellm.models.loading import arch_of
 from rosellm.models.model import Transformer
 from rosellm.models.part import Part
@@ -45,11 +44,6 @@ def test_the_regions_of_a_rank_have_the_sizes_that_its_model_allocates(model, n_
         assert found == sizes
 
 
-def test_keys_of_fewer_heads_than_ranks_are_on_several():
-    (qkv, *_) = cuts.cut_matrices(MODELS["Llama-3.1-8B"], 16)
-    assert sum(qkv.elements(rank) for rank in range(16)) > qkv.rows * qkv.columns
-
-
 def test_a_step_reads_half_of_the_matrices_on_each_of_two_and_sums_twice_a_layer():
     for arch in cuts.MODELS.values():
         one, two = cuts.step_bytes(arch), cuts.step_bytes(arch, 2)
@@ -59,11 +53,6 @@ def test_a_step_reads_half_of_the_matrices_on_each_of_two_and_sums_twice_a_layer
     n = sum(one.numel() for name, one in Transformer(arch).named_parameters() if one.dim() == 2)
     positions = arch.n_positions * arch.d_model
     assert cuts.step_bytes(arch, itemsize=4) == 4 * (n - positions)
-
-
-def test_a_number_of_ranks_that_cannot_be_is_refused():
-    with pytest.raises(OptionError, match="3 does not divide the model's 4 attention heads"):
-        cuts.cut_matrices(MODELS["rose-tiny"], 3)
 
 
 @pytest.mark.slow
@@ -83,15 +72,6 @@ def test_a_step_s_sums_are_seen_and_the_tokens_are_those_of_one_rank():
         edges = [at for both in sorted([*one.computing, *one.sums]) for at in both]
         assert edges == sorted(edges) and (edges[0], edges[-1]) == (one.start, one.end)
         assert 0 < one.share < 1
-
-
-def test_a_step_is_drawn_as_stretches_of_two_kinds():
-    step = cuts.SummedStep(1.0, 1.001, [(1.0002, 1.0004), (1.0005, 1.0008)], [8, 8])
-    assert step.share == pytest.approx(0.5)
-    chart = sums_over_time(step, "a step")
-    computes, sums = chart.data
-    assert [round(x) for x in computes.base] == [0, 400, 800] and [round(x) for x in sums.x] == [200, 300]
-    assert "50.0 % of the step" in chart.table
 
 
 def test_shards_are_drawn_in_a_colour_for_each_rank_and_told_in_words():

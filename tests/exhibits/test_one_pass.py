@@ -17,7 +17,6 @@ from rosellm.roseinfer.recipe import LADDER, RECIPES
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from rosellm.roseinfer.steps.prompt_inputs import PromptInputs
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
@@ -45,22 +44,6 @@ RUNGS = {
 }
 shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Request = tuple[list[int], SamplingParams]
-
-
-class Joins:
-    """Counts an engine's joined passes, with the prompt tokens of each."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.tokens: list[int] = []
-        joined = engine.step.joined
-        run, engine.step.joined = joined, self
-        self.takes, self.sizes, self.layout, self.packed = run.takes, run.sizes, run.layout, run.packed
-        self._run = run
-
-    def __call__(self, sizes, words, *run):
-        inputs = PromptInputs.of(words, self.layout.shape(sizes.tokens, sizes.places))
-        self.tokens.append(int((inputs.positions >= 0).sum()))
-        return self._run(sizes, words, *run)
 
 
 def serve(engine: Engine, requests: list[Request], seed: int, **config) -> list[tuple[list[int], str]]:
@@ -108,28 +91,6 @@ MODELS = {"tied": {}, "untied": {"tie_embeddings": False}, "modern": MODERN, "wi
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [7, 30, 2, 17, 9, 1, 24, 8]
 PROMPTS = random_prompts(LENGTHS, seed=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("model", ["tied", "modern"])
-def test_the_kernels_give_the_same_tokens_in_one_pass(captured, device, model):
-    gpt = random_model(0, small_config(**MODELS[model])).to(device)
-    prompts = random_prompts([9, 5, 12], seed=3)
-    options = {"kernels": "triton", "warm_up": False, "max_batch_size": 4}
-
-    def run(recipe) -> list[list[int]]:
-        engine = small_engine(gpt, recipe=recipe, **options)
-        first, *others = greedy_sequences(engine, prompts, 4)
-        engine.prefill([first])
-        engine.begin_decode([first])
-        engine.begin_prefill(others, [5, 6])
-        engine.begin_decode([first, others[0]])
-        engine.begin_prefill(others[1:])
-        list(engine.step.collect())
-        return decode_all(engine, [first, *others])
-
-    assert run("split_kv") == run("one_pass")
 
 
 # What is run.
@@ -198,32 +159,13 @@ def test_a_held_decode_step_is_begun_by_whatever_call_comes_next(monkeypatch, ca
     assert begun == [running]
 
 
-def test_more_tokens_or_prompts_than_fit_run_apart():
-    joined = small_engine(MODEL, recipe=JOINED).step.joined
-    assert joined.takes([JOINED_TOKENS[-1]]) and joined.takes([1] * JOINED_PLACES[-1])
-    assert not joined.takes([JOINED_TOKENS[-1], 1]) and not joined.takes([1] * (JOINED_PLACES[-1] + 1))
-
-
-def test_a_long_prompt_beside_running_requests_gives_them_a_token_with_every_chunk():
-    engine = small_engine(MODEL, recipe=JOINED)
-    joins, scheduler = Joins(engine), OnlineScheduler(engine, SchedulerConfig(prefill_chunk=8))
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    first = scheduler.add_request(random_prompts([3])[0], params)
-    scheduler.step()
-    scheduler.add_request(random_prompts([40])[0], params)
-    sequence, before = scheduler.requests[first], len(scheduler.requests[first].tokens)
-    for _ in range(5):
-        scheduler.step()
-    scheduler._postprocess(0)
-    assert joins.tokens == [8] * 5 and len(sequence.tokens) - before == 5
-
-
 # Long prefixes, before whose last tokens attention takes its keys in pieces.
 
 
 @pytest.fixture
 def cut(monkeypatch) -> list[bool]:
     """Of each run of a joined pass's layers, whether its keys are in pieces."""
+    monkeypatch.setattr(one_pass, "room_of", lambda model, most_positions: 16)
     runs, run_layers = [], JoinedPass._run_layers
 
     def noted(self, rows, tokens, variant, in_pieces, state):
@@ -298,21 +240,6 @@ def test_a_row_that_a_prompt_takes_is_advanced_once(captured, monkeypatch):
     (slots,) = seen
     assert [slot for slot in sorted(slots) if slot != 16] == list(range(16))
     assert slots[3] == 16 and slots[16] == 3
-
-
-def test_the_rounds_of_rows_are_the_same_on_host_and_device_after_joined_steps(captured):
-    engine, running = running_engine()
-    for n in range(4):
-        late = greedy_sequences(engine, random_prompts([6, 2], seed=n), 3)
-        engine.begin_decode(running)
-        engine.begin_prefill(late, [6, 1 + n % 2])
-        list(engine.step.collect())
-        engine.release(late[n % 2])
-    rows = engine.step.planner
-    live = rows.batch([s for s in rows.sequences]).indices
-    assert engine.step.worker.state.rounds[live].tolist() == rows.round[live].tolist()
-    idle = engine.step.worker.state.rounds[:16].tolist()
-    assert idle == rows.round[:16].tolist()
 
 
 def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_not_lost():

@@ -36,22 +36,13 @@ from tests.roseinfer.kernels.kernel_checks import (
 )
 
 persistent_layers = load_exhibit("persistent_layers")
-PERSISTENT_ROWS = persistent_layers.PERSISTENT_ROWS
-PersistentLayers, persistent_for_few = (
-    persistent_layers.PersistentLayers,
-    persistent_layers.persistent_for_few,
-)
+PERSISTENT_ROWS, PersistentLayers = persistent_layers.PERSISTENT_ROWS, persistent_layers.PersistentLayers
+persistent_for_few = persistent_layers.persistent_for_few
+NORM = Norm("layer", 1e-3)
 MODELS = {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
-    "odd": {
-        "d_model": 48,
-        "n_heads": 3,
-        "n_kv_heads": 1,
-        "d_ff": 90,
-        "n_layers": 3,
-        "norm": Norm("layer", 1e-3),
-    },
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": NORM},
     "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
 }
 SMALL_M = ("fused", "epilogue", "small_m")
@@ -130,22 +121,16 @@ def assert_layers_agree(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("shape", MODELS)
-def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, device):
+@pytest.mark.parametrize(
+    ("shape", "block_size", "tile"),
+    [("small", 1, 16), ("gqa", 64, 16), ("odd", 16, 64), ("long_sums", 3, 512), ("small", 4, 16)],
+)
+def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, block_size, tile, device):
     model = random_model(1, small_config(**MODELS[shape])).to(device)
     few, persistent = few_and_persistent(model)
-    for positions in ([37], [5, -1, 18]):
-        assert_layers_agree(few, persistent, model, positions, seed=len(positions))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize(("block_size", "tile"), [(1, 16), (64, 16), (16, 64), (3, 512)])
-def test_neither_blocks_nor_tiles_change_anything(block_size, tile, device):
-    model = random_model(2).to(device)
-    few, persistent = few_and_persistent(model)
-    for positions in ([50], [31, 32, 9]):
-        assert_layers_agree(few, persistent, model, positions, block_size=block_size, tile=tile)
+    for positions in ([37], [5, -1, 18], [31, 32, 9]):
+        options = {"seed": len(positions), "block_size": block_size, "tile": tile}
+        assert_layers_agree(few, persistent, model, positions, **options)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -177,12 +162,6 @@ def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
     attend = make_attention(model, [4])
     hidden = PersistentLayers(model, TRITON, programs=2)(attend.state.tokens, attend.state.positions, attend)
     assert hidden.isnan().all()
-
-
-def test_the_ranges_of_a_context_keep_the_programs_busy(monkeypatch):
-    monkeypatch.setattr(persistent_layers, "BUSY", 128)
-    assert [persistent_layers.num_splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
-    assert persistent_layers.num_splits_for(1) == 8 and persistent_layers.num_splits_for(1000) == 1
 
 
 # Where it is chosen.

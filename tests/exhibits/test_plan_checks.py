@@ -88,14 +88,3 @@ def test_each_recorded_side_is_planned_but_for_ways_to_sum_that_are_not_recorded
     one, two, *_ = checks
     assert one.error == pytest.approx(one.planned - 1.0) and one.other_error == pytest.approx(0.0)
     assert two.other_error == pytest.approx(two.planned / one.planned - 1)
-
-
-def test_without_records_of_a_pair_nothing_is_checked(device) -> None:
-    shutil.rmtree(device.folder.with_name("gpu-x2"))
-    assert plan_checks.pair_checks(device, ACHIEVED) == []
-
-
-@pytest.mark.parametrize("planned, error", [(1.9, "−5%"), (2.0 - 1e-9, "0%"), (2.009, "0%"), (2.1, "+5%")])
-def test_an_error_is_shown_with_its_sign_unless_it_rounds_to_zero(planned, error) -> None:
-    (row,) = plan_checks.pair_rows([plan_checks.Check("m", "D1", "2", 2.0, planned, other=1.98)])
-    assert row == ["m", "D1", "2", 2.0, planned, error, "−1%"] and len(row) == len(plan_checks.PAIRS)

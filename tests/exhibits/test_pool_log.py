@@ -41,12 +41,6 @@ def test_it_counts_the_preemptions_and_ends_that_the_scheduler_does(rung):
     assert "request 1" not in preempted, "the oldest is never preempted"
 
 
-def test_a_request_that_ends_in_the_step_that_begins_it_is_found_once():
-    log = logged(PROMPTS, max_tokens=1).run()
-    log.note()
-    assert [one.who for one in log.happenings] == [f"request {i}" for i in range(1, 7)]
-
-
 def test_evicted_prefixes_are_told_with_their_length():
     log = logged([[i] * 12 for i in range(3)], max_tokens=1, num_kv_blocks=8, prefix_cache=True).run()
     assert log.moments[-1].cached == 6
@@ -69,13 +63,6 @@ def test_cancelled_and_failed_requests_are_told_from_finished_ones(monkeypatch):
     ends = [(one.moment, one.kind, one.who) for one in log.happenings]
     assert ends == [(2, "failed", "request 1"), (2, "cancelled", "request 2"), (2, "failed", "request 3")]
     assert log.moments[-1].free == log.engine.num_kv_blocks
-
-
-def test_a_block_that_nobody_holds_is_lost():
-    log = logged(PROMPTS[:2], num_kv_blocks=16)
-    log.engine.blocks.reserve_prompt([], 12)
-    log.run()
-    assert [moment.lost for moment in log.moments[1:]] == [2] * (len(log.moments) - 1)
 
 
 def test_the_chart_draws_every_request_that_ever_held_a_block():

@@ -1,25 +1,16 @@
 """Attention's programs over time: every token is read once, nobody idles while a program waits."""
 
-import json
 from collections import Counter
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
 
 _programs = load_exhibit("programs")
-COLOURS, LONGEST, OTHERS, deal, programs_of, timeline = (
-    _programs.COLOURS,
-    _programs.LONGEST,
-    _programs.OTHERS,
-    _programs.deal,
-    _programs.programs_of,
-    _programs.timeline,
-)
+COLOURS, LONGEST, OTHERS = _programs.COLOURS, _programs.LONGEST, _programs.OTHERS
+deal, programs_of, timeline = _programs.deal, _programs.programs_of, _programs.timeline
 
 some_lengths = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 variants = st.builds(Variant, st.sampled_from((16, 64)), st.integers(0, 12), lead=st.integers(0, 4))
@@ -82,21 +73,3 @@ def test_every_program_is_a_bar_in_the_lane_of_its_processor_and_the_longest_row
     assert max(chart.data[0].y) < min(chart.data[1].y)  # one panel below the other
     assert [bar.name for bar in chart.data if bar.showlegend is None] == [LONGEST, OTHERS]
     assert all(line.x0 == line.x1 == ways["cut"].fair for line in chart.layout.shapes)
-
-
-def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
-    lengths = [960] + [237] * 255
-    ways = {
-        name: deal(lengths, choose(256, 12, 960, 132), 12, 132)
-        for name, choose in {"whole rows": whole_rows, "equal pieces": cut_rows}.items()
-    }
-    chart = timeline(ways, "t")
-    first, second = chart.table.splitlines()[2:]
-    assert first.split()[:2] == ["whole", "rows"] and "3,072" in first and "2,112" in second
-    assert len(json.dumps(bundle(chart)[PLOTLY])) < 36_000
-
-
-@pytest.mark.parametrize(("lengths", "processors"), [([], 4), ([3, 0], 4), ([3], 0)])
-def test_rows_without_tokens_and_no_processors_are_told(lengths, processors):
-    with pytest.raises(ChartError, match="give rows of at least one token"):
-        deal(lengths, Variant(16), 1, processors)

@@ -1,10 +1,5 @@
 """The figure of a draw without sorting."""
 
-import json
-
-import pytest
-
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
 from rosellm.roseinfer.exhibits import load_exhibit
 
 threshold_chart = load_exhibit("threshold").threshold_chart
@@ -33,16 +28,3 @@ def test_its_table_counts_what_is_left_at_each_stage():
     rows = [line.split() for line in chart_of().table.splitlines()[2:]]
     assert [int(row[-2]) for row in rows] == [256, 128, 3, 2, 2]
     assert [row[-1] for row in rows] == ["–", "–", "3.00", "4.00", "3.50"]
-
-
-def test_a_real_vocabulary_is_a_small_figure():
-    chart = threshold_chart(
-        [i / 7 for i in range(1187)], 128, 169.0, [(1186, 169.3)], [(1186, 169.3)], 169.3, "t"
-    )
-    assert len(json.dumps(bundle(chart)[PLOTLY])) < 25_000
-
-
-@pytest.mark.parametrize("changes", [{"bound": 6.0}, {"tried": []}, {"lowest_kept": 2.0}], ids=str)
-def test_what_cannot_be_is_refused(changes):
-    with pytest.raises(ChartError, match="the bound must be reached"):
-        chart_of(**changes)
