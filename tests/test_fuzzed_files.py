@@ -229,7 +229,7 @@ COMMANDS = [
     kv_append(f"--batch-sizes 8,{nines}", "--batch-sizes", "too large; use at most 1099511627776"),
     kv_append("--head-dim 2147483647 --num-heads 2147483647", "out of memory"),
     rivals("--rival=", "'' is unknown; use vllm, transformers, rosellm"),
-    rivals("--rival rosellm --workloads W1 --output file/x", "cannot write records to file/x"),
+    rivals("--rival rosellm --workloads W1 --output file/x", "Not a directory: 'file/x'"),
     training("--epochs 1e308", "epochs is 1e+308; it must be at most 1000000"),
     training(f"--batch-size {10**12}", "batch_size is 1000000000000; it must be at most 65536"),
     training("--json .", "record '.' is not a file name"),

@@ -13,7 +13,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from rosellm.bench import options as bench_options
+from rosellm.bench import options as shared
 from rosellm.bench.job import check_positions
 from rosellm.bench.prompts import encode_prompts, make_prompts, new_tokens
 from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.bench.rivals import RIVALS, Rival, Task, check_rivals
 from rosellm.bench.runs import mode_result, peak_memory, reset_peak_memory, run_figures
 from rosellm.bench.workloads import ALL_WORKLOADS
-from rosellm.command_line import OneLineParser, command
-from rosellm.errors import OptionError, RoseError
+from rosellm.command_line import command
+from rosellm.errors import OptionError
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import write_arch
 from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device, resolve_dtype
@@ -40,55 +40,43 @@ from rosellm.roseinfer.recipe import LADDER, get_rung
 
 THROUGHPUT = "total_throughput_tok_s"
 OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")
+FIXED = {"seed": 0, "block_size": 64, "num_kv_blocks": None, "deterministic": False}
 
-
-@dataclass(frozen=True)
-class TimedRun:
-    """One measured run: its tokens, and its figures for the record."""
-
-    tokens: list[list[int]]
-    figures: dict[str, Any]
+Run = tuple[list[list[int]], dict[str, Any]]  # a measured run's tokens, and its figures for the record
 
 
 def run_in_turns(
     rivals: dict[str, Rival], task: Task, warmup_runs: int = 1, repeat_runs: int = 3
-) -> dict[str, list[TimedRun]]:
-    """Run every rival once, then again, and so on, after warm-up runs; return the measured runs of each.
+) -> dict[str, list[Run]]:
+    """Run every rival once, then again, and so on; return the runs of each after its warm-up runs.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes: the peak allocated on the GPU by
-    this process, other rivals' models included, or None if another process allocates it.
+    this process, other rivals' models included, or None if another process allocates it. Raises
+    ``RuntimeError`` if a rival ends a request early, which would make it look fast.
     """
-    for _ in range(warmup_runs):
-        for rival in rivals.values():
-            rival.generate()
-    runs: dict[str, list[TimedRun]] = {name: [] for name in rivals}
-    for _ in range(repeat_runs):
+    runs: dict[str, list[Run]] = {name: [] for name in rivals}
+    for _ in range(warmup_runs + repeat_runs):
         for name, rival in rivals.items():
             runs[name].append(_timed_run(rival, task))
-    return runs
+    return {name: each[warmup_runs:] for name, each in runs.items()}
 
 
-def _timed_run(rival: Rival, task: Task) -> TimedRun:
+def _timed_run(rival: Rival, task: Task) -> Run:
     if rival.in_process:
         reset_peak_memory(task.device)
     start = perf_counter()
     tokens = rival.generate()
     total_time = perf_counter() - start
-    _check_complete(tokens, task)
-    peak = peak_memory(task.device) if rival.in_process else None
-    return TimedRun(tokens, run_figures(tokens, total_time, peak))
-
-
-def _check_complete(tokens: list[list[int]], task: Task) -> None:
-    """Raise ``RuntimeError`` if a rival ended a request early, which would make it look fast."""
     wanted = new_tokens(task.options)
     if [len(row) for row in tokens] != wanted:
         raise RuntimeError(f"{sum(map(len, tokens))} tokens were generated, {sum(wanted)} were requested")
+    peak = peak_memory(task.device) if rival.in_process else None
+    return tokens, run_figures(tokens, total_time, peak)
 
 
 def measure_workload(
     task: Task, names: list[str], config: Arch, warmup_runs: int, repeat_runs: int
-) -> dict[str, dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """Return one record per rival, in the order of ``names``; the rivals are closed afterwards."""
     with ExitStack() as cleanup:
         cleanup.callback(_free_memory)
@@ -97,22 +85,10 @@ def measure_workload(
             rivals[name] = RIVALS[name](task)
             cleanup.callback(rivals[name].close)
         runs = run_in_turns(rivals, task, warmup_runs, repeat_runs)
-        facts = {name: _facts(task, config) | rival.facts() for name, rival in rivals.items()}
+        facts = {name: rival.facts for name, rival in rivals.items()}
         rivals.clear()
-    records = {}
-    for name, mine in runs.items():
-        result = mode_result("offline", warmup_runs, [run.figures for run in mine])
-        equal = {other: _share_equal(mine, theirs) for other, theirs in runs.items() if other != name}
-        records[name] = new_record(
-            "rivals", task.device, rival=name, **facts[name], equal_tokens=equal, results={"offline": result}
-        )
-    return records
-
-
-def _facts(task: Task, config: Arch) -> dict[str, Any]:
-    """Return the facts shared by all rivals."""
-    return {
-        **bench_options.request_facts(task.options),
+    of_all = {
+        **shared.request_facts(task.options),
         "form": "offline",
         "workload_form": ALL_WORKLOADS[task.options.workload].form,
         "device": task.device.type,
@@ -120,12 +96,19 @@ def _facts(task: Task, config: Arch) -> dict[str, Any]:
         "model_shape": write_arch(config),
         "max_batch_size": task.options.max_batch_size,
     }
+    records = []
+    for name, mine in runs.items():
+        equal = {other: _share_equal(mine, theirs) for other, theirs in runs.items() if other != name}
+        result = mode_result("offline", warmup_runs, [figures for _tokens, figures in mine])
+        own = facts[name] | {"equal_tokens": equal, "results": {"offline": result}}
+        records.append(new_record("rivals", task.device, rival=name, **(of_all | own)))
+    return records
 
 
-def _share_equal(mine: list[TimedRun], theirs: list[TimedRun]) -> float:
+def _share_equal(mine: list[Run], theirs: list[Run]) -> float:
     """Return the share of equal tokens, position by position, in two rivals' first measured runs."""
-    ours, others = (list(chain.from_iterable(runs[0].tokens)) for runs in (mine, theirs))
-    return float(np.mean(np.array(ours) == np.array(others)))
+    ours, others = (np.array(list(chain.from_iterable(runs[0][0]))) for runs in (mine, theirs))
+    return float(np.mean(ours == others))
 
 
 def _free_memory() -> None:
@@ -150,25 +133,24 @@ def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check all options, then measure each workload and print the comparison."""
+    """Check all options, then measure each workload, write its records, and print the comparison."""
     options = parse_options(argv)
     device = resolve_device(options.device)
     check_rivals(options.rival, device)
     if options.output:
-        _make_folder(options.output)
+        options.output.mkdir(parents=True, exist_ok=True)
+        check_writable(options.output / "record.json")
     dtype = resolve_dtype(options.dtype, device, arch_of(options.hf_model_id, options.load_format))
-    gpt, tokenizer = load_parts(
-        options.hf_model_id, "cpu", str(dtype).removeprefix("torch."), options.load_format
-    )
+    name = str(dtype).removeprefix("torch.")
+    gpt, tokenizer = load_parts(options.hf_model_id, "cpu", name, options.load_format)
     records: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="rosellm-") as folder:
         save_model(gpt, Path(folder), dtype)
         config = gpt.config
         del gpt
         bare = Task(Path(folder), device, dtype, options, prompts=[])
-        tasks = [_of_workload(name, bare, config, tokenizer) for name in options.workloads]
-        for task in tasks:
-            records += _measure_and_write(task, options, config)
+        for task in [_of_workload(name, bare, config, tokenizer) for name in options.workloads]:
+            records += _measure_and_write(task, config)
     print("\n".join(comparison(records)))
 
 
@@ -176,49 +158,27 @@ def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -
     """Return ``task`` with a workload's sizes and prompts; raise ``PromptError`` if they are too long."""
     options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
-    longest = max(map(len, prompts))
-    check_positions(options, longest, config.n_positions)
+    check_positions(options, max(map(len, prompts)), config.n_positions)
     return replace(task, options=options, prompts=prompts)
 
 
-def _measure_and_write(task: Task, options: Namespace, config: Arch) -> Iterable[dict[str, Any]]:
+def _measure_and_write(task: Task, config: Arch) -> list[dict[str, Any]]:
     """Return a workload's records, writing them as soon as it is measured."""
-    sizes = task.options
-    print(
-        f"{sizes.workload}: {sizes.num_requests} requests, {sizes.max_new_tokens} new tokens each, "
-        f"{sizes.max_batch_size} at a time, by {', '.join(options.rival)}",
-        flush=True,
-    )
+    options = task.options
+    each = f"{options.num_requests} requests, {options.max_new_tokens} new tokens each"
+    rivals = ", ".join(options.rival)
+    print(f"{options.workload}: {each}, {options.max_batch_size} at a time, by {rivals}", flush=True)
     records = measure_workload(task, options.rival, config, options.warmup_runs, options.repeat_runs)
-    if options.output:
-        for name, record in records.items():
-            write_record(options.output / f"{sizes.workload}-{name}.json", record)
-    return records.values()
+    for record in records if options.output else ():
+        write_record(options.output / f"{options.workload}-{record['rival']}.json", record)
+    return records
 
 
 def workload_options(options: Namespace, name: str) -> Namespace:
     """Return the command's options with the sizes of workload ``name``, except overridden ones."""
-    given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
+    given = {key: value for key, value in vars(options).items() if key != "workloads"}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
-    fixed = {"workload": name, "seed": 0, "block_size": 64}
-    return Namespace(**(given | fixed | ALL_WORKLOADS[name].flags() | overrides))
-
-
-def parse_options(argv: list[str] | None = None) -> Namespace:
-    """Parse this command's options; None reads the command line."""
-    options = _parser().parse_args(argv)
-    if options.rung is not None and "rosellm" not in options.rival:
-        raise OptionError("--rung applies to rival rosellm, which is not selected")
-    get_rung(options.rung)
-    return options
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RoseError(f"cannot write records to {folder}: {error.strerror}") from error
-    check_writable(folder / "record.json")
+    return Namespace(**(given | FIXED | {"workload": name} | ALL_WORKLOADS[name].flags() | overrides))
 
 
 def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -236,29 +196,29 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _parser() -> OneLineParser:
+def parse_options(argv: list[str] | None = None) -> Namespace:
+    """Parse this command's options; None reads the command line."""
     usage = "\n    --rival NAME,NAME --workloads ID,ID [options]"
-    parser = bench_options.command_parser("benchmark_rivals", __doc__, usage)
-    add = parser.add_argument
+    parser = shared.command_parser("benchmark_rivals", __doc__, usage)
     who = f"what to run; the first is the baseline of the comparison: {', '.join(RIVALS)}"
-    add("--rival", type=_names(RIVALS), required=True, metavar="NAME,NAME", help=who)
-    add(
-        "--workloads",
-        type=_names(ALL_WORKLOADS),
-        required=True,
-        metavar="ID,ID",
-        help=", ".join(ALL_WORKLOADS),
-    )
-    add("--rung", metavar="NAME", help=f"rung of rosellm; default: the best; {', '.join(LADDER)}")
-    add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; created if missing")
-    bench_options.add_model_options(parser)
-    bench_options.add_device_options(parser)
+    names: dict[str, Any] = {"required": True, "metavar": "NAME,NAME"}
+    parser.add_argument("--rival", type=_names(RIVALS), **names, help=who)
+    parser.add_argument("--workloads", type=_names(ALL_WORKLOADS), **names, help=", ".join(ALL_WORKLOADS))
+    rung = f"rung of rosellm; default: the best; {', '.join(LADDER)}"
+    parser.add_argument("--rung", metavar="NAME", help=rung)
+    folder = "write WORKLOAD-RIVAL.json here; created if missing"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=folder)
+    shared.add_model_options(parser)
+    shared.add_device_options(parser)
     group = parser.add_argument_group("sizes that override those of every workload")
-    most = bench_options.MOST_REQUESTS
     for name in OVERRIDES:
-        group.add_argument(f"--{name.replace('_', '-')}", **bench_options.count(None, high=most))
-    bench_options.add_run_options(parser)
-    return parser
+        group.add_argument(f"--{name.replace('_', '-')}", **shared.count(None, high=shared.MOST_REQUESTS))
+    shared.add_run_options(parser)
+    options = parser.parse_args(argv)
+    if options.rung is not None and "rosellm" not in options.rival:
+        raise OptionError("--rung applies to rival rosellm, which is not selected")
+    get_rung(options.rung)
+    return options
 
 
 if __name__ == "__main__":

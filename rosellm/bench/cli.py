@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rosellm.bench import options as shared
 from rosellm.bench.job import choose_recipe, make_job
-from rosellm.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
 from rosellm.bench.record import engine_facts, new_record, write_record
 from rosellm.bench.runs import Run, repeat, write_trace
 from rosellm.bench.summary import print_summary
@@ -35,9 +35,14 @@ class Benchmark:
 
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
         """Parse this command's options; None reads the command line."""
-        parser = benchmark_parser(f"benchmark_{self.form}", self.doc)
+        parser = shared.command_parser(f"benchmark_{self.form}", self.doc, details=shared.DETAILS)
+        shared.add_model_options(parser)
+        shared.add_device_options(parser)
+        shared.add_serving_options(parser)
+        shared.add_run_options(parser)
+        shared.add_record_option(parser)
         self.add_options(parser)
-        return parse(parser, argv, self.form)
+        return shared.parse(parser, argv, self.form)
 
     def measure(
         self,
@@ -48,28 +53,24 @@ class Benchmark:
     ) -> dict[str, Any]:
         """Measure, print, and return the record. A sweep may share one model; build: constructs the engine.
 
-        The record is written, if requested, before the last summary and the trace, so that an error in those
+        The record is written, if requested, before the summaries and the trace, so that an error in those
         loses no measurement.
         """
-        runs, results = self.runs(options), {}  # raises for incompatible options
+        runs = self.runs(options)  # raises for incompatible options
         job = make_job(options, gpt, tokenizer, build)
-        for mode, run in runs.items():
-            results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
-            if len(results) == len(runs):
-                record = self._recorded(options, job.engine, results)
-            print_summary(results[mode], self.summary(results[mode]))
-        if options.profile:
-            together = 1 if mode == "naive" else job.engine.max_batch_size
-            write_trace(run, job.shortened(together, PROFILED_STEPS + 1), options.profile)
-        return record
-
-    def _recorded(self, options: Namespace, engine: Engine, results: dict[str, Any]) -> dict[str, Any]:
-        """Build the record, and write it if requested."""
-        facts = {**request_facts(options), "not_comparable": departures(options, engine)}
-        facts |= engine_facts(engine)
-        record = new_record(self.form, engine.device, **facts, results=results)
+        sizes = options.warmup_runs, options.repeat_runs
+        results = {mode: repeat(run, job, mode, *sizes) for mode, run in runs.items()}
+        facts = shared.request_facts(options) | {"not_comparable": shared.departures(options, job.engine)}
+        facts |= engine_facts(job.engine)
+        record = new_record(self.form, job.engine.device, **facts, results=results)
         if options.json:
             write_record(options.json, record)
+        for result in results.values():
+            print_summary(result, self.summary(result))
+        if options.profile:
+            mode, run = list(runs.items())[-1]
+            together = 1 if mode == "naive" else job.engine.max_batch_size
+            write_trace(run, job.shortened(together, shared.PROFILED_STEPS + 1), options.profile)
         return record
 
     def main(self, argv: list[str] | None = None) -> int:

@@ -155,17 +155,12 @@ def print_header(engine: Engine, options: Namespace) -> None:
     where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
     print(f"Model: {options.hf_model_id}, {options.load_format}, {where}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    requests = f"{options.num_requests}, {_new_tokens_told(options)} new tokens each"
-    print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)
+    new = sorted(set(new_tokens(options)))
+    each = f"{new[0]} to {new[-1]}" if len(new) > 1 else new[0]
+    requests = f"{options.num_requests}, {each} new tokens each, {options.max_batch_size} at a time"
+    print(f"Requests: {requests}", flush=True)
     if told := departures(options, engine):
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
-
-
-def _new_tokens_told(options: Namespace) -> str:
-    least, most = options.min_new_tokens, options.max_new_tokens
-    if trace_of(options):
-        least = min(new_tokens(options))
-    return str(most) if least in (None, most) else f"{least} to {most}"
 
 
 def check_positions(options: Namespace, longest_prompt: int, n_positions: int) -> None:

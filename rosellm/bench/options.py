@@ -1,4 +1,4 @@
-"""The benchmarks' options, one function per group; defaults are those of the dataclasses they fill."""
+"""The benchmarks' options; defaults are those of the dataclasses they fill."""
 
 from __future__ import annotations
 
@@ -20,49 +20,26 @@ from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
 DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
-NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id", "defaults")
-SETTINGS = (  # not part of a workload, but they affect the measurement
-    "seed",
-    "block_size",
-    "num_kv_blocks",
-    "all_reduce",
-    "prefill_max_batch_size",
-    "prefill_token_budget",
-    "prefill_chunk",
-    "prefill_admission_policy",
-    "tokenize_workers",
-    "stream_interval",
-    "submit_interval_ms",
-    "request_rate",
-    "long_prompt_tokens",
-)
+NOT_IN_RECORDS = ("json", "output", "profile", "workload", "hf_model_id", "preset")
+# Options that a workload leaves free; ``departures`` compares rung and dtype by itself.
+FREE = {
+    *("json", "profile", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
+    *("rung", "paged_attn", "cuda_graph", "trace", "ttft_limit_ms", "itl_limit_ms"),
+    *("long_prompt_after_ms", "long_prompt_chunks"),
+}
 
 
-def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
-    """Return a parser for ``python -m rosellm.roseinfer.MODULE``; its help is ``doc`` without the title."""
-    program = f"python -m rosellm.roseinfer.{module}"
-    return OneLineParser(prog=program, usage=f"%(prog)s {usage}", description=doc.partition("\n\n")[2])
+def command_parser(
+    module: str, doc: str, usage: str = "[options]", details: tuple[str, ...] = ()
+) -> ScreenParser:
+    """Return a parser for ``python -m rosellm.roseinfer.MODULE``.
 
-
-def benchmark_parser(module: str, doc: str) -> OneLineParser:
-    """Return :func:`command_parser` with the options shared by the scheduler and streaming benchmarks.
-
-    Only ``--help-all`` shows the option groups in ``DETAILS`` and ``doc`` beyond its second paragraph.
+    Its help is ``doc`` without the title; only ``--help-all`` shows the option groups in ``details`` and what
+    follows the second paragraph.
     """
     _title, description, *rest = doc.strip().split("\n\n")
-    program = f"python -m rosellm.roseinfer.{module}"
-    texts = {"usage": "%(prog)s [options]", "description": description, "epilog": " ".join(rest) or None}
-    parser = ScreenParser(DETAILS, prog=program, **texts)
-    add_model_options(parser)
-    add_device_options(parser)
-    add_engine_options(parser)
-    add_request_options(parser)
-    add_scheduler_options(parser)
-    add_run_options(parser)
-    add_record_option(parser)
-    trace = f"write a Chrome trace of {PROFILED_STEPS} more decode steps"
-    parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
-    return parser
+    texts = {"usage": f"%(prog)s {usage}", "description": description, "epilog": " ".join(rest) or None}
+    return ScreenParser(details, prog=f"python -m rosellm.roseinfer.{module}", **texts)
 
 
 def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str, Any]:
@@ -107,66 +84,6 @@ def add_device_options(parser: ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
 
 
-def add_engine_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    first, *_, last = LADDER
-    add("--rung", metavar="NAME", help=f"{first} to {last}")
-    add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
-    add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
-    alone = "bitwise equal logits in any batch; later rungs only"
-    add("--deterministic", action="store_true", help=alone)
-    add = parser.add_argument_group("KV cache").add_argument
-    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
-    blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
-    add("--num-kv-blocks", **count(None), help=blocks)
-    reused = "reuse the KV of shared prompt prefixes; default: if the rung can"
-    add("--prefix-cache", **switch(None), help=reused)
-    add = parser.add_argument_group("several GPUs").add_argument
-    ranks = "GPUs that share the model; on a CPU: processes"
-    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
-    sums = recipe_choices()["all_reduce"]
-    add("--all-reduce", choices=sums, default="library", help="all-reduce of several GPUs")
-
-
-def add_request_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("requests").add_argument
-    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
-    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
-    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
-    add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
-    repeats = "repeats of the text; requests cycle through these counts"
-    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
-    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
-    add("--pretok", **switch(False), help="tokenize before the clock starts")
-    add = parser.add_argument_group("prompts").add_argument
-    add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
-    random = "prompts of N seeded random token ids instead of text"
-    add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
-    shortest = "lengths uniform from N to the option without min-; default: all equal"
-    add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
-    add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
-    shared = "random token ids that all these prompts begin with"
-    add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
-    likely = "sample from the N most likely tokens; 0 or -1: from all"
-    add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help=likely)
-    nucleus = "sample from the most likely tokens that reach this probability; 1: from all"
-    add("--top-p", type=float, default=Workload.top_p, metavar="P", help=nucleus)
-    add("--seed", **count(0, low=0), help="seed of random ids, lengths and each request's sampling")
-
-
-def add_scheduler_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("scheduler").add_argument
-    config = SchedulerConfig
-    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
-    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
-    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
-    add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
-    policy = "which waiting requests are admitted: the first, or the shortest that fit"
-    add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
-
-
 def add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", **count(1, low=0), help="runs before the measured ones")
@@ -177,29 +94,107 @@ def add_record_option(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=writable_file, metavar="FILE", help="write the record here")
 
 
+def add_serving_options(parser: ArgumentParser) -> None:
+    """Add the options of a benchmark that serves requests: engine, requests, scheduler and profile."""
+    trace = f"write a Chrome trace of {PROFILED_STEPS} more decode steps"
+    parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
+    add = parser.add_argument_group("engine").add_argument
+    add("--rung", metavar="NAME", help=f"{next(iter(LADDER))} to {next(reversed(LADDER))}")
+    add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
+    add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
+    add("--deterministic", action="store_true", help="bitwise equal logits in any batch; later rungs only")
+    add = parser.add_argument_group("KV cache").add_argument
+    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
+    add(
+        "--num-kv-blocks",
+        **count(None),
+        help="KV blocks per layer; default: as the batch needs, capped by memory",
+    )
+    add("--prefix-cache", **switch(None), help="reuse the KV of shared prefixes; default: if the rung can")
+    add = parser.add_argument_group("several GPUs").add_argument
+    add(
+        "--tensor-parallel-size",
+        **count(1, high=MOST_RANKS),
+        help="GPUs that share the model; CPU: processes",
+    )
+    add(
+        "--all-reduce",
+        choices=recipe_choices()["all_reduce"],
+        default="library",
+        help="all-reduce of several GPUs",
+    )
+
+    add = parser.add_argument_group("requests").add_argument
+    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
+    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
+    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
+    add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
+    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
+    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
+    add("--pretok", **switch(False), help="tokenize before the clock starts")
+    add = parser.add_argument_group("prompts").add_argument
+    add(
+        "--prompt-repeats",
+        **counts(Workload.prompt_repeats, MOST_TOKENS),
+        help="of the text; requests cycle through these",
+    )
+    add(
+        "--prompt-tokens",
+        **count(Workload.prompt_tokens, high=MOST_TOKENS),
+        help="random token ids instead of text",
+    )
+    shortest = "lengths uniform from N to the option without min-; default: all equal"
+    add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
+    add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
+    shared = "random token ids that all these prompts begin with"
+    add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
+    add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help="0 or -1: all tokens")
+    add(
+        "--top-p",
+        type=float,
+        default=Workload.top_p,
+        metavar="P",
+        help="probability of the tokens to sample from",
+    )
+    add("--seed", **count(0, low=0), help="of random ids, lengths and each request's sampling")
+
+    add, config = parser.add_argument_group("scheduler").add_argument, SchedulerConfig
+    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
+    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
+    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
+    add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
+    policy = "which waiting requests are admitted: the first, or the shortest that fit"
+    add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
+
+
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
     """Parse the options; a named workload of ``form`` replaces the defaults.
 
-    The workload also selects the model and the best rung, unless options choose them. ``options.defaults``:
-    the defaults of ``SETTINGS``.
+    The workload also selects the model and the best rung, unless options choose them. ``options.preset``: all
+    options as the workload sets them; empty without one.
     """
     early = OneLineParser(add_help=False)
     for option in ("--workload", "--hf-model-id", "--rung"):
         early.add_argument(option)
     for flag in ("--paged-attn", "--cuda-graph"):
         early.add_argument(flag, action="store_true")
-    named = early.parse_known_args(argv)[0]
+    named, preset = early.parse_known_args(argv)[0], {}
     if named.workload is not None:
         workload = get_workload(named.workload, form)
-        parser.set_defaults(**workload.flags())
-        if named.hf_model_id is None:
-            parser.set_defaults(hf_model_id=workload.model or MODERN_MODEL, load_format=LOAD_FORMAT)
+        parser.set_defaults(
+            **workload.flags(), hf_model_id=workload.model or MODERN_MODEL, load_format=LOAD_FORMAT
+        )
+        preset = vars(parser.parse_known_args([])[0])
+        if named.hf_model_id is not None:
+            parser.set_defaults(load_format="auto")
         if named.rung is None and not named.paged_attn and not named.cuda_graph:
             parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
     if not options.prompt:
         raise PromptError("--prompt is empty; give it at least one character")
-    options.defaults = {name: parser.get_default(name) for name in SETTINGS if name in options}
+    options.preset = preset
     return options
 
 
@@ -207,19 +202,13 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     """List how a run deviates from its workload, which makes it incomparable with the records."""
     if options.workload is None:
         return []
-    workload = ALL_WORKLOADS[options.workload]
-    preset, dtype = workload.flags(), engine.config.dtype or DTYPE
-    if workload.model is not None:
-        preset["hf_model_id"], dtype = workload.model, DTYPE
-    preset |= {"load_format": LOAD_FORMAT, "deterministic": False, "tensor_parallel_size": 1}
-    preset |= options.defaults
-    here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
-    told = [
-        f"{name}={here[name]} for {value}"
-        for name, value in (preset | {"dtype": dtype}).items()
-        if here[name] != value
-    ]
-    told += ["the arrivals of a trace"] * bool(vars(options).get("trace"))
+    model, here = ALL_WORKLOADS[options.workload].model, vars(options) | {"dtype": dtype_name(engine)}
+    preset = {name: value for name, value in options.preset.items() if name not in FREE}
+    preset["dtype"] = DTYPE if model else engine.config.dtype or DTYPE
+    if model is None:
+        del preset["hf_model_id"]
+    told = [f"{name}={here[name]} for {value}" for name, value in preset.items() if here[name] != value]
+    told += ["the arrivals of a trace"] * bool(here.get("trace"))
     return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
 
 

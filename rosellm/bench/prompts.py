@@ -59,20 +59,28 @@ def largest_request(options: Namespace, longest_text: int) -> tuple[int, int]:
 
 def _own_lengths(options: Namespace) -> list[int]:
     """Return the tokens of each prompt of random ids, without the shared prefix."""
-    if trace := trace_of(options):
-        return [arrival.prompt_tokens for arrival in trace]
-    if options.min_prompt_tokens is None:
-        return [options.prompt_tokens] * options.num_requests
-    return _lengths(options, options.min_prompt_tokens, options.prompt_tokens, OF_PROMPTS)
+    return _lengths(options, "prompt_tokens", options.min_prompt_tokens, options.prompt_tokens, OF_PROMPTS)
 
 
 def new_tokens(options: Namespace) -> list[int]:
     """Return how many tokens each request generates."""
+    return _lengths(options, "new_tokens", options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
+
+
+def _lengths(options: Namespace, field: str, low: int | None, high: int, of: int) -> list[int]:
+    """Return each request's length: ``field`` of a trace, or uniform from ``low`` to ``high``.
+
+    low: None if all are ``high``. of: the random stream, so that lengths of prompts and outputs are
+    independent.
+    """
     if trace := trace_of(options):
-        return [arrival.new_tokens for arrival in trace]
-    if options.min_new_tokens is None:
-        return [options.max_new_tokens] * options.num_requests
-    return _lengths(options, options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
+        return [getattr(arrival, field) for arrival in trace]
+    if low is None:
+        return [high] * options.num_requests
+    if low > high:
+        raise OptionError(f"the shortest length is {low}, the longest {high}")
+    random = np.random.default_rng([options.seed, of])
+    return random.integers(low, high + 1, size=options.num_requests).tolist()
 
 
 def request_params(options: Namespace) -> list[SamplingParams]:
@@ -89,17 +97,6 @@ def request_params(options: Namespace) -> list[SamplingParams]:
 def trace_of(options: Namespace) -> list[Arrival] | None:
     """Return the arrivals of ``--trace``, an option of the streaming benchmark only, or None."""
     return vars(options).get("trace")
-
-
-def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:
-    """Draw one length per request, uniform from ``low`` to ``high``.
-
-    of: the random stream, so that lengths of prompts and outputs are independent.
-    """
-    if low > high:
-        raise OptionError(f"the shortest length is {low}, the longest {high}")
-    random = np.random.default_rng([options.seed, of])
-    return random.integers(low, high + 1, size=options.num_requests).tolist()
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:

@@ -1,9 +1,10 @@
 """The comparison with other engines: same requests, same clock, turns taken, records that say what ran."""
 
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,49 +13,35 @@ import torch
 from rosellm.bench import benchmark_rivals, rivals
 from rosellm.bench.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
 from rosellm.bench.prompts import request_params
-from rosellm.bench.rivals import RIVALS, VLLM, RivalError, Rosellm, Task
-from rosellm.bench.workloads import WORKLOADS
+from rosellm.bench.rivals import RIVALS, Rival, RivalError, Task
 from rosellm.errors import RoseError
 from rosellm.models.weights import save_model
-from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import CPU, MODERN, random_model, random_prompts, small_config, uncached_greedy
 from tests.soak.fake_step import POISON, fake_engine, poison
 
 SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"
 
 
-def make_task(checkpoint, prompts, new_tokens: int, batch: int, dtype=torch.float32) -> Task:
+def make_task(checkpoint, prompts, new_tokens: int, batch: int, dtype=torch.float32, **more) -> Task:
     sizes = {"num_requests": len(prompts), "max_new_tokens": new_tokens, "max_batch_size": batch}
-    model = {
-        "workload": "W1",
-        "hf_model_id": "small",
-        "load_format": "auto",
-        "block_size": 8,
-        "rung": None,
-        "seed": 0,
-    }
-    options = argparse.Namespace(**(WORKLOADS["W1"].flags() | sizes | model))
-    return Task(checkpoint, CPU, dtype, options, prompts)
+    argv = ["--rival=rosellm", "--workloads=W1", "--device=cpu"]
+    options = workload_options(benchmark_rivals.parse_options(argv), "W1")
+    return Task(checkpoint, CPU, dtype, Namespace(**(vars(options) | sizes | more)), prompts)
 
 
-class Scripted:
-    """A rival that writes down what is asked of it and makes ``n_tokens`` zeros a request."""
+def scripted(name: str, log: list[str], answer: list[list[int]] | None = None) -> Callable[[Task], Rival]:
+    """A rival that logs what is asked of it and answers zeros, or ``answer``."""
 
-    in_process = True
+    def start(task: Task) -> Rival:
+        zeros = [[0] * task.options.max_new_tokens for _ in task.prompts]
 
-    def __init__(self, task: Task, name: str, log: list[str], n_tokens: int | None = None) -> None:
-        self.task, self.name, self.log = task, name, log
-        self.n_tokens = task.options.max_new_tokens if n_tokens is None else n_tokens
+        def generate() -> list[list[int]]:
+            log.append(name)
+            return answer or zeros
 
-    def generate(self) -> list[list[int]]:
-        self.log.append(self.name)
-        return [[0] * self.n_tokens for _ in self.task.prompts]
+        return Rival(generate, {"rival_version": "0"}, lambda: log.append(f"{name} closed"))
 
-    def facts(self) -> dict:
-        return {"rival_version": "0"}
-
-    def close(self) -> None:
-        self.log.append(f"{self.name} closed")
+    return start
 
 
 @pytest.fixture
@@ -78,14 +65,12 @@ def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(
     assert eos in expected[0][:-1]
     assert rival.generate() == expected
     assert rival.generate() == expected
-    assert rival.facts()["rival_version"]
+    assert rival.facts["rival_version"]
 
 
 def test_rosellm_runs_the_rung_and_batch_size_asked_for(tmp_path):
     save_model(random_model(0), tmp_path, torch.float32)
-    task = make_task(tmp_path, random_prompts([3, 3]), new_tokens=4, batch=2)
-    task.options.rung = "dense"
-    facts = RIVALS["rosellm"](task).facts()
+    facts = RIVALS["rosellm"](make_task(tmp_path, random_prompts([3, 3]), 4, batch=2, rung="dense")).facts
     assert (facts["rung"], facts["max_batch_size"], facts["prefix_cache"]) == ("dense", 2, False)
 
 
@@ -118,17 +103,13 @@ def vllm_calls(monkeypatch) -> list:
     return calls
 
 
-def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, tmp_path):
-    rival = VLLM(make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, dtype=torch.float16))
+def test_vllm_gets_token_ids_and_the_workload_s_sampling_and_is_shut_down(vllm_calls, tmp_path):
+    rival = RIVALS["vllm"](make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, dtype=torch.float16))
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     tokens = rival.generate()
     rival.close()
-    arguments = {
-        "dtype": "float16",
-        "max_num_seqs": 2,
-        "enable_prefix_caching": False,
-        "skip_tokenizer_init": True,
-    }
+    arguments = {"dtype": "float16", "max_num_seqs": 2, "enable_prefix_caching": False}
+    arguments["skip_tokenizer_init"] = True
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
     params = {**greedy, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
     assert vllm_calls == [
@@ -137,40 +118,39 @@ def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, 
         ("shutdown",),
     ]
     assert tokens == [[7, 8, 9], [7, 8, 9]]
-    assert rival.facts() == {"rival_version": "0.22.1", "llm_arguments": arguments}
-
-
-def test_vllm_samples_as_the_workload_says_and_starts_with_an_empty_prefix_cache(vllm_calls, tmp_path):
-    task = make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2)
-    task.options.temperature, task.options.top_k, task.options.top_p = 0.8, 50, 0.9
-    task.options.prefix_cache = True
-    rival = VLLM(task)
+    assert rival.facts == {"rival_version": "0.22.1", "llm_arguments": arguments}
+    vllm_calls.clear()
+    sampling = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    task = make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, prefix_cache=True, **sampling)
+    rival = RIVALS["vllm"](task)
     for _ in range(2):
         rival.generate()
     assert vllm_calls[0][1]["enable_prefix_caching"] is True
     assert [call[0] for call in vllm_calls] == ["LLM", *["reset", "generate"] * 2]
-    params = vllm_calls[2][2]
-    assert {(own["temperature"], own["top_k"], own["top_p"]) for own in params} == {(0.8, 50, 0.9)}
-    assert [own["seed"] for own in params] == [own.seed for own in request_params(task.options)]
+    for given, own in zip(vllm_calls[2][2], request_params(task.options), strict=True):
+        assert sampling | {"seed": own.seed} == {name: given[name] for name in (*sampling, "seed")}
 
 
-def test_rosellm_s_prefix_cache_is_empty_when_a_run_starts(tmp_path):
+def test_rosellm_s_prefix_cache_is_empty_when_a_run_starts(tmp_path, monkeypatch):
     save_model(random_model(0), tmp_path, torch.float32)
-    task = make_task(tmp_path, [[7] * 20] * 3, new_tokens=4, batch=1)
-    task.options.prefix_cache = True
+    engines, make_engine = [], rivals.make_engine
+    monkeypatch.setattr(
+        rivals, "make_engine", lambda *given: engines.append(make_engine(*given)) or engines[0]
+    )
+    task = make_task(tmp_path, [[7] * 20] * 3, new_tokens=4, batch=1, prefix_cache=True, block_size=8)
     rival = RIVALS["rosellm"](task)
-    hits = []
-    for _ in range(2):
+    for hits in (2, 4):
         rival.generate()
-        hits.append(rival.engine.prefix_cache.hits)
-    assert hits == [2, 4]
+        assert engines[0].prefix_cache.hits == hits
 
 
-def test_transformers_cannot_sample_with_a_seed_a_request(tmp_path):
-    task = make_task(tmp_path, [[1], [2]], new_tokens=4, batch=2)
-    task.options.temperature = 0.6
-    with pytest.raises(RivalError, match="a seed of its own"):
-        RIVALS["transformers"](task)
+def test_transformers_cannot_sample_with_a_seed_a_request_nor_end_some_of_a_batch(tmp_path):
+    for more, told in (
+        ({"temperature": 0.6}, "a seed of its own"),
+        ({"min_new_tokens": 1, "num_requests": 9}, "requests of unequal lengths"),
+    ):
+        with pytest.raises(RivalError, match=told):
+            RIVALS["transformers"](make_task(tmp_path, [[1], [2]], new_tokens=4, batch=2, **more))
 
 
 # Turns, clock, records.
@@ -178,54 +158,38 @@ def test_transformers_cannot_sample_with_a_seed_a_request(tmp_path):
 
 def test_rivals_take_turns_run_by_run(scripted_task):
     log = []
-    both = {name: Scripted(scripted_task, name, log) for name in ("a", "b")}
+    both = {name: scripted(name, log)(scripted_task) for name in ("a", "b")}
     runs = run_in_turns(both, scripted_task, warmup_runs=1, repeat_runs=2)
     assert log == ["a", "b"] * 3
     assert {name: len(ones) for name, ones in runs.items()} == {"a": 2, "b": 2}
-    for run in runs["a"] + runs["b"]:
-        figures = run.figures
+    for _tokens, figures in runs["a"] + runs["b"]:
         assert figures["completion_tokens"] == 12
         assert figures["total_throughput_tok_s"] == 12 / figures["total_time_s"]
 
 
-def test_a_run_of_ours_in_which_a_request_failed_is_refused():
-    rival = object.__new__(Rosellm)
-    rival.engine = fake_engine(3, num_kv_blocks=30)
-    rival.prompts = [[1], [2], [3]]
-    rival.params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    poison(rival.engine, 2)
+def test_a_run_of_ours_in_which_a_request_failed_is_refused(scripted_task, monkeypatch):
+    engine = fake_engine(3, num_kv_blocks=30)
+    poison(engine, 2)
+    monkeypatch.setattr(rivals, "load_model", lambda *_given: None)
+    monkeypatch.setattr(rivals, "make_engine", lambda *_given: engine)
+    monkeypatch.setattr(rivals, "engine_facts", lambda _engine: {})
     with pytest.raises(RoseError, match=f"request 2 of 3 failed: {POISON}"):
-        rival.generate()
+        RIVALS["rosellm"](scripted_task).generate()
 
 
-@pytest.mark.parametrize("n_tokens", [3, 5])
-def test_a_rival_that_makes_another_number_of_tokens_is_not_measured(scripted_task, n_tokens):
-    rival = Scripted(scripted_task, "a", [], n_tokens)
-    with pytest.raises(RuntimeError, match=f"{3 * n_tokens} tokens were generated, 12 were requested"):
-        run_in_turns({"a": rival}, scripted_task, 0, 1)
-
-
-def test_rivals_are_closed_where_a_later_one_fails(scripted_task, monkeypatch):
-    log = []
-    short = {"a": lambda task: Scripted(task, "a", log), "b": lambda task: Scripted(task, "b", log, 1)}
-    monkeypatch.setattr(benchmark_rivals, "RIVALS", short)
-    with pytest.raises(RuntimeError):
+def test_a_rival_that_makes_fewer_tokens_is_not_measured_and_all_are_closed(scripted_task, monkeypatch):
+    log, short = [], [[0] * 3] * 3
+    monkeypatch.setattr(benchmark_rivals, "RIVALS", {"a": scripted("a", log), "b": scripted("b", log, short)})
+    with pytest.raises(RuntimeError, match="9 tokens were generated, 12 were requested"):
         measure_workload(scripted_task, ["a", "b"], small_config(), 0, 1)
     assert log == ["a", "b", "b closed", "a closed"]
 
 
 def test_the_share_of_equal_tokens_counts_positions(scripted_task, monkeypatch):
-    class Differs(Scripted):
-        def generate(self):
-            rows = super().generate()
-            rows[0] = [0, 0, 1, 1]
-            return rows
-
-    some = {"a": lambda task: Scripted(task, "a", []), "b": lambda task: Differs(task, "b", [])}
-    monkeypatch.setattr(benchmark_rivals, "RIVALS", some)
+    other = [[0, 0, 1, 1], [0] * 4, [0] * 4]
+    monkeypatch.setattr(benchmark_rivals, "RIVALS", {"a": scripted("a", []), "b": scripted("b", [], other)})
     records = measure_workload(scripted_task, ["a", "b"], small_config(), 0, 1)
-    assert records["a"]["equal_tokens"] == {"b": 10 / 12}
-    assert records["b"]["equal_tokens"] == {"a": 10 / 12}
+    assert [record["equal_tokens"] for record in records] == [{"b": 10 / 12}, {"a": 10 / 12}]
 
 
 def test_the_ratio_is_to_the_first_rival_of_the_same_workload():
@@ -302,7 +266,7 @@ BAD_INPUT = [
     ("--rival rosellm --workloads W1 --repeat-runs 0", "'0' is not a whole number, 1 or more"),
     ("--rival rosellm --workloads W1 --warmup-runs -1", "'-1' is not a whole number, 0 or more"),
     ("--rival rosellm --workloads W1 --max-batch-size x", "'x' is not a whole number"),
-    ("--rival rosellm --workloads W1 --output /dev/null", "cannot write records to /dev/null"),
+    ("--rival rosellm --workloads W1 --output /dev/null", "File exists: '/dev/null'"),
     ("--rival rosellm --workloads W1 --hf-model-id gpt5 --load-format dummy", "no shape is known for 'gpt5'"),
 ]
 
