@@ -17,7 +17,17 @@ from rosellm.errors import OptionError
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gathered, no_keys, with_new
+from rosellm.roseinfer.kernels.online_softmax import (
+    Tiling,
+    attend_tile,
+    combine,
+    gathered,
+    new_partial,
+    no_keys,
+    store_heads,
+    store_partial,
+    with_new,
+)
 from rosellm.roseinfer.kernels.paged_cache import (
     LOG2_E,
     SMALLEST_DOT,
@@ -33,7 +43,6 @@ from rosellm.roseinfer.kernels.paged_cache import (
     rows_of,
     store_token,
 )
-from rosellm.roseinfer.kernels.partial_rows import combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots

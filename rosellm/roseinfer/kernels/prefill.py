@@ -21,6 +21,7 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.online_softmax import new_partial
 from rosellm.roseinfer.kernels.paged_cache import (
     LOG2_E,
     SMALLEST_DOT,
@@ -30,7 +31,6 @@ from rosellm.roseinfer.kernels.paged_cache import (
     layer_arguments,
     slot_offset,
 )
-from rosellm.roseinfer.kernels.partial_rows import new_partial
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.roseinfer.kernels.tile_tables import best

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.partial_rows import PartialRows
+from rosellm.roseinfer.kernels.online_softmax import PartialRows
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import tl, triton
 

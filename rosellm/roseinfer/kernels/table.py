@@ -26,7 +26,7 @@ from rosellm.roseinfer.kernels import (
     linear,
     noise,
     norm,
-    partial_rows,
+    online_softmax,
     peer_sums,
     penalties,
     prefill,
@@ -37,7 +37,7 @@ from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, partial_rows, peer_sums, rotary
+LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
 OTHERS = advance, filtered, filtered_head, head, noise, penalties, prefill, prefill_pieces
 ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.ROLES.items()}
 
