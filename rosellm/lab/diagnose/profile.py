@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings
 from rosellm.lab.diagnose.steps import STEPS, EngineSteps, Steps, Work
-from rosellm.lab.records.account import PROFILED_STEP, SYNC, WORKING, Row, account
+from rosellm.lab.records.account import WORKING, Row, account
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.ledger import of_unprofiled
 from rosellm.lab.records.roles import operator_role
-from rosellm.lab.records.trace import Event, Trace, record_trace
+from rosellm.lab.records.trace import PROFILED_STEP, SYNC, Event, Trace, record_trace
 
 COPYING = frozenset(
     ("cat", "clone", "contiguous", "copy_", "gather", "index", "index_select", "pad", "repeat", "stack")

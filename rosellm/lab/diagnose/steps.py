@@ -14,9 +14,9 @@ from torch import nn
 from torch.profiler import record_function
 
 from rosellm.errors import PromptError, RoseError, describe
-from rosellm.lab.records.account import PROFILED_STEP
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
+from rosellm.lab.records.trace import PROFILED_STEP
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import best_rung

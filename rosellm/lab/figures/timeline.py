@@ -12,10 +12,9 @@ import numpy as np
 
 from rosellm.lab.figures.charts import LINE, PLOTLY, TEMPLATE, WIDTH, Chart, ChartError, bundle, text_table
 from rosellm.lab.figures.palette import HATCHING, PALE, STYLES, TEXT
-from rosellm.lab.records.account import PROFILED_STEP, SYNC, HostTimeline
 from rosellm.lab.records.records import number
 from rosellm.lab.records.roles import roles_of
-from rosellm.lab.records.trace import Event, Trace
+from rosellm.lab.records.trace import PROFILED_STEP, SYNC, Event, Trace
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 MAX_RECTANGLES, MAX_BYTES = 1_500, 56_000
@@ -109,15 +108,14 @@ def _panel(name: str, trace: Trace) -> _Panel:
 
 
 def _lanes(trace: Trace) -> list[_Lane]:
-    host, operators = HostTimeline(trace), trace.of("op")
-    steps = [step.start for step in trace.ranges(STEP_RANGE)]
-    on_gpu = [event for event in trace.events if event.kind in ("kernel", "copy", "memset")]
-    work = list(zip(on_gpu, roles_of(on_gpu, operators, steps, host.at), strict=True))
+    operators, steps = trace.of("op"), trace.ranges(STEP_RANGE)
+    on_gpu = [event for event in trace.events if event.on_gpu]
+    work = list(zip(on_gpu, roles_of(trace, on_gpu, steps), strict=True))
     kernels = [(event, role) for event, role in work if event.kind == "kernel"]
     waits = trace.of("sync")
     return [
         *_nested([one for one in trace.ranges() if one.name != PROFILED_STEP]),
-        _Lane("operators", operators, roles_of(operators, operators, steps, host.at)),
+        _Lane("operators", operators, roles_of(trace, operators, steps)),
         _Lane("waits", waits, [SYNC] * len(waits)),
         _Lane("GPU kernels", [event for event, _ in kernels], [role for _, role in kernels]),
         _Lane("GPU copies", copies := [e for e in on_gpu if e.kind != "kernel"], ["copies"] * len(copies)),

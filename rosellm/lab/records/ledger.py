@@ -31,13 +31,13 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from rosellm.lab.records.account import PROFILED_STEP, WORKING, LedgerError, Row, account
+from rosellm.lab.records.account import WORKING, LedgerError, Row, account
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.floors import Ceiling, floors_us, measure_ceiling
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.records import number, percent_change
 from rosellm.lab.records.roles import OTHER, Marked
-from rosellm.lab.records.trace import record_trace
+from rosellm.lab.records.trace import PROFILED_STEP, record_trace
 from rosellm.roseinfer.engine import Engine
 
 WARM_UP_STEPS = 6  # also fills the steps that the engine runs ahead

@@ -12,11 +12,12 @@ from torch.profiler import record_function
 from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import make_prompts as benchmark_prompts, request_params
 from rosellm.bench.workloads import Workload
-from rosellm.lab.records.account import PROFILED_STEP, LedgerError
+from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.floors import prefill_floors_us
 from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.step_records import step_shape
+from rosellm.lab.records.trace import PROFILED_STEP
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine

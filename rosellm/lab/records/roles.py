@@ -7,10 +7,10 @@ decides, or its neighbours in the step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rosellm.lab.records.trace import Event
+from rosellm.lab.records.trace import Event, Trace
 from rosellm.roseinfer.kernels import table
 
 OTHER = "other"
@@ -82,36 +82,29 @@ class Marked(NamedTuple):
         return part == self.name or event.name in self.kernels
 
 
-def roles_of(
-    work: list[Event],
-    operators: list[Event],
-    step_starts: list[float],
-    part_at: Callable[[float], str],
-    marked: Sequence[Marked] = (),
-) -> list[str]:
-    """Return the role of every event of ``work``, in order of start.
-
-    operators: those called from Python, in order of start. part_at: returns the host's range at a moment.
-    """
-    op_starts = [op.start for op in operators]
-
-    def launcher(event: Event) -> str:
-        i = bisect_right(op_starts, event.started) - 1
-        inside = i >= 0 and event.started <= operators[i].start + operators[i].duration
-        return operators[i].name if inside else ""
-
-    marks = [next((m for m in marked if m.has(event, part_at(event.started))), None) for event in work]
+def roles_of(trace: Trace, work: list[Event], steps: list[Event], marked: Sequence[Marked] = ()) -> list[str]:
+    """Return the role of every event of ``work``, in order of start; steps: the ranges of single steps."""
+    operators = trace.of("op")
+    parts = trace.host_at(event.started for event in work)
+    marks = [next((m for m in marked if m.has(*one)), None) for one in zip(work, parts, strict=True)]
     roles = [
-        _role(event, launcher(event), part_at(event.started)) if mark is None else mark.role
-        for event, mark in zip(work, marks, strict=True)
+        mark.role if mark else _role(event, _launcher(operators, event), part)
+        for event, part, mark in zip(work, parts, marks, strict=True)
     ]
     members: dict[int, list[int]] = {}
     for i, event in enumerate(work):
-        members.setdefault(bisect_right(step_starts, event.started), []).append(i)
+        step = bisect_right(steps, event.started, key=lambda one: one.start)
+        members.setdefault(step, []).append(i)
     for indices in members.values():
         for i, role in zip(indices, by_place([roles[i] for i in indices]), strict=True):
             roles[i] = role
-    return [role if mark is None else mark.name for role, mark in zip(roles, marks, strict=True)]
+    return [mark.name if mark else role for role, mark in zip(roles, marks, strict=True)]
+
+
+def _launcher(operators: list[Event], event: Event) -> str:
+    """Return the name of the operator that issued ``event``; "" if none did."""
+    i = bisect_right(operators, event.started, key=lambda op: op.start) - 1
+    return operators[i].name if i >= 0 and event.started <= operators[i].end else ""
 
 
 def _role(event: Event, launcher: str, part: str) -> str:

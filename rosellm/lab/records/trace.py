@@ -1,4 +1,4 @@
-"""Count what a stretch of the engine's work did, from a torch.profiler trace."""
+"""Read what a stretch of the engine's work did from a torch.profiler trace."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from rosellm.atomic import replacing
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+PROFILED_STEP = "rosellm.lab.ledger.step"
+OUTSIDE, SYNC = "outside the step", "synchronisation"
+HOST_NAMES = {PROFILED_STEP: OUTSIDE, STEP_RANGE: "between the step's parts"}
 
 RUNTIME = ("cuda_runtime", "cuda_driver")
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
@@ -25,8 +30,8 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 class Event:
     """One entry of the trace; times in µs.
 
-    kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation. ``n_bytes``:
-    moved or allocated. ``started``: when the host issued it, which for GPU work is the launch.
+    kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation. ``started``:
+    when the host issued it, which for GPU work is the launch. ``n_bytes``: moved or allocated.
     """
 
     name: str
@@ -35,13 +40,20 @@ class Event:
     duration: float
     started: float
     n_bytes: int = 0
-    on_gpu: bool = False
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind in GPU_KINDS.values()
 
 
 class Trace:
     """The events of one profiled call. Ranges are named by ``profile_range``."""
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, events: Iterable[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
 
     def as_dict(self) -> dict[str, list[str]]:
@@ -52,51 +64,61 @@ class Trace:
         events = [event for event in self.events if event.kind != "allocation"]
         names = sorted({event.name for event in events})
         place, first = {name: i for i, name in enumerate(names)}, events[0].start if events else 0.0
-        return {
-            "names": names,
-            "events": [
-                f"{place[e.name]} {e.kind} {e.start - first:.3f} {e.duration:.3f} {e.started - first:.3f} "
-                f"{e.n_bytes}"
-                for e in events
-            ],
-        }
+        lines = []
+        for e in events:
+            start, duration, started = (
+                f"{us:.3f}" for us in (e.start - first, e.duration, e.started - first)
+            )
+            lines.append(f"{place[e.name]} {e.kind} {start} {duration} {started} {e.n_bytes}")
+        return {"names": names, "events": lines}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, list[str]]) -> Trace:
         """Load a recorded trace."""
-        events = []
-        for line in figures["events"]:
-            name, kind, start, duration, started, n_bytes = line.split()
-            a, us, asked = map(float, (start, duration, started))
-            on_gpu = kind in GPU_KINDS.values()
-            events.append(Event(figures["names"][int(name)], kind, a, us, asked, int(n_bytes), on_gpu))
-        return cls(events)
-
-    def ranges(self, name: str | None = None) -> list[Event]:
-        return [e for e in self.events if e.kind == "range" and name in (None, e.name)]
-
-    def within(self, range_name: str) -> Trace:
-        """Return only what the host issued inside ranges of this name."""
-        spans = [(r.start, r.start + r.duration) for r in self.ranges(range_name)]
-        starts = [start for start, _ in spans]
-
-        def inside(event: Event) -> bool:
-            i = bisect_right(starts, event.started) - 1
-            return i >= 0 and event.started <= spans[i][1]
-
-        return Trace([e for e in self.events if inside(e)])
+        fields, names = map(str.split, figures["events"]), figures["names"]
+        return cls(
+            Event(names[int(name)], kind, float(start), float(duration), float(started), int(n_bytes))
+            for name, kind, start, duration, started, n_bytes in fields
+        )
 
     def of(self, kind: str, containing: str = "") -> list[Event]:
         return [e for e in self.events if e.kind == kind and containing in e.name]
 
-    @property
-    def kernels(self) -> int:
-        """Number of kernels run on the GPU; on a CPU, of operators called from Python."""
-        return len(self.of("kernel")) if self.on_gpu else len(self.of("op"))
+    def ranges(self, name: str | None = None) -> list[Event]:
+        return [e for e in self.of("range") if name in (None, e.name)]
+
+    def within(self, range_name: str) -> Trace:
+        """Return only what the host issued inside ranges of this name."""
+        ranges = self.ranges(range_name)
+
+        def inside(event: Event) -> bool:
+            i = bisect_right(ranges, event.started, key=lambda one: one.start) - 1
+            return i >= 0 and event.started <= ranges[i].end
+
+        return Trace(filter(inside, self.events))
+
+    def host_at(self, moments: Iterable[float]) -> list[str]:
+        """Return what the host does at each moment: the innermost engine range, or a synchronisation."""
+        at = np.array(list(moments))
+        names = np.full(len(at), OUTSIDE, dtype=object)
+        for event in sorted(self.ranges() + self.of("sync"), key=lambda e: (e.start, -e.duration)):
+            part = HOST_NAMES.get(event.name, event.name.rpartition(".")[2])
+            names[(event.start <= at) & (at < event.end)] = SYNC if event.kind == "sync" else part
+        return names.tolist()
 
     @property
     def on_gpu(self) -> bool:
         return any(e.on_gpu for e in self.events)
+
+    @property
+    def work(self) -> list[Event]:
+        """What runs on the GPU; on a CPU, the operators called from Python."""
+        return [e for e in self.events if e.on_gpu] or self.of("op")
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels run on the GPU; on a CPU, of operators called from Python."""
+        return len(self.of("kernel" if self.on_gpu else "op"))
 
     @property
     def host_to_device(self) -> list[Event]:
@@ -121,13 +143,12 @@ def record_trace(run: Callable[[], object]) -> Trace:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler reports its own start and stop
     gc.collect()  # torch warns if memory allocated earlier is freed under the profiler
     on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule(wait=0, warmup=1, active=1),
-            on_trace_ready=partial(_export, path=path),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             profile_memory=True,
             acc_events=True,
         ) as profiler:
@@ -139,51 +160,40 @@ def record_trace(run: Callable[[], object]) -> Trace:
         return read_trace(path)
 
 
-def _export(profiler: profile, path: Path) -> None:
-    with replacing(path) as unfinished:
-        profiler.export_chrome_trace(str(unfinished))
-
-
 def read_trace(path: Path) -> Trace:
     """Return the events of a Chrome trace written by torch.profiler."""
-    raw = [e for e in json.loads(Path(path).read_text())["traceEvents"] if "ts" in e]
-    launches = {
-        e["args"]["correlation"]: e["ts"]
-        for e in raw
-        if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})
-    }
-    events = [event for e in raw if (event := _event(e, launches)) is not None]
+    raw = [e for e in json.loads(path.read_text())["traceEvents"] if "ts" in e]
+    launches = {e["args"].get("correlation"): e["ts"] for e in raw if e.get("cat") in RUNTIME and "args" in e}
+    events = filter(None, (_event(e, launches) for e in raw))
     return Trace(_outermost_ops(events))
 
 
-def _event(e: dict, launches: dict[int, float]) -> Event | None:
-    category, args, start = e.get("cat"), e.get("args", {}), float(e["ts"])
-    duration = float(e.get("dur", 0))
+def _event(e: dict[str, Any], launches: dict[int, float]) -> Event | None:
+    name, category, args, start = e["name"], e.get("cat"), e.get("args", {}), float(e["ts"])
+    started, n_bytes = start, 0
     if category in GPU_KINDS:
-        launched = launches.get(args.get("correlation"), start)
-        return Event(
-            e["name"], GPU_KINDS[category], start, duration, launched, int(args.get("bytes", 0)), True
-        )
-    if category == "user_annotation" and not e["name"].startswith("ProfilerStep"):
-        return Event(e["name"], "range", start, duration, start)
-    if category in RUNTIME and e["name"].endswith("Synchronize"):
-        return Event(e["name"], "sync", start, duration, start)
-    if category == "cpu_op":
-        return Event(e["name"], "op", start, duration, start)
-    if e["name"] == "[memory]" and args.get("Bytes", 0) > 0:
-        return Event(
-            "allocation", "allocation", start, 0.0, start, int(args["Bytes"]), args.get("Device Type") == 1
-        )
-    return None
+        kind, n_bytes = GPU_KINDS[category], int(args.get("bytes", 0))
+        started = launches.get(args.get("correlation"), start)
+    elif category == "user_annotation" and not name.startswith("ProfilerStep"):
+        kind = "range"
+    elif category in RUNTIME and name.endswith("Synchronize"):
+        kind = "sync"
+    elif category == "cpu_op":
+        kind = "op"
+    elif name == "[memory]" and args.get("Bytes", 0) > 0:
+        name, kind, n_bytes = "allocation", "allocation", int(args["Bytes"])
+    else:
+        return None
+    return Event(name, kind, start, float(e.get("dur", 0)), started, n_bytes)
 
 
-def _outermost_ops(events: list[Event]) -> list[Event]:
+def _outermost_ops(events: Iterable[Event]) -> list[Event]:
     """Keep operators called from Python; drop those called by other operators."""
     kept, end = [], float("-inf")
     for event in sorted(events, key=lambda e: (e.start, -e.duration)):
         if event.kind == "op":
             if event.start < end:
                 continue
-            end = event.start + event.duration
+            end = event.end
         kept.append(event)
     return kept

@@ -3,12 +3,11 @@
 import pytest
 
 from rosellm.lab.diagnose.profile import calls_in, copies_of, share_of
-from rosellm.lab.records.account import PROFILED_STEP
-from rosellm.lab.records.trace import Event, Trace
+from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace
 
 
 def kernel(name: str, start: float, duration: float, launched: float, kind: str = "kernel") -> Event:
-    return Event(name, kind, start, duration, launched, on_gpu=True)
+    return Event(name, kind, start, duration, launched)
 
 
 def on_host(name: str, start: float, end: float, kind: str = "op") -> Event:

@@ -76,8 +76,8 @@ def gpu_trace(n_kernels: int) -> Trace:
     )
     step = 5_000 / n_kernels
     for i in range(n_kernels):
-        events.append(Event(names[i % 4], "kernel", 40 + i * step, step / 3, i * step, 0, True))
-    return Trace([*events, Event("Memcpy HtoD", "copy", 600, 9, 590, 4096, True)])
+        events.append(Event(names[i % 4], "kernel", 40 + i * step, step / 3, i * step))
+    return Trace([*events, Event("Memcpy HtoD", "copy", 600, 9, 590, 4096)])
 
 
 def pool(steps: int = 12, **changes) -> charts.Chart:

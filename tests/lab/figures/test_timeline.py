@@ -31,11 +31,10 @@ def gpu_step(n_kernels: int, gap: float = 0.5, start: float = 1_000.0) -> Trace:
         Event(f"{STEP_RANGE}.model", "range", start + 6, end, start + 6),
         Event(f"{STEP_RANGE}.kv_append", "range", start + 7, 3, start + 7),
         Event("cudaStreamSynchronize", "sync", start + end + 6, 9, start + end + 6),
-        Event("Memcpy HtoD (Pinned -> Device)", "copy", start + 4, 1, start + 2, 64, True),
+        Event("Memcpy HtoD (Pinned -> Device)", "copy", start + 4, 1, start + 2, 64),
     ]
     events += [
-        Event(names[i % 3], "kernel", start + 10 + i * pitch, 2, start + 10 + i, 0, True)
-        for i in range(n_kernels)
+        Event(names[i % 3], "kernel", start + 10 + i * pitch, 2, start + 10 + i) for i in range(n_kernels)
     ]
     return Trace(events)
 

@@ -122,8 +122,8 @@ def test_removing_the_mask_removes_operators_and_allocations(model, prompts):
 
 
 def test_work_is_counted_in_the_range_that_launched_it_even_if_it_runs_later():
-    launched_inside = Event("kernel", "kernel", start=30.0, duration=5.0, started=3.0, on_gpu=True)
-    launched_outside = Event("kernel", "kernel", start=31.0, duration=5.0, started=12.0, on_gpu=True)
+    launched_inside = Event("kernel", "kernel", start=30.0, duration=5.0, started=3.0)
+    launched_outside = Event("kernel", "kernel", start=31.0, duration=5.0, started=12.0)
     trace = Trace([Event("r", "range", 0.0, 10.0, 0.0), launched_inside, launched_outside])
     assert trace.within("r").kernels == 1
     assert trace.kernels == 2

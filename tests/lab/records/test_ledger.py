@@ -13,14 +13,14 @@ import rosellm
 from rosellm.lab import measure
 from rosellm.lab.figures.palette import CAUSES
 from rosellm.lab.records import experiments, model_ledgers, recordings
-from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
+from rosellm.lab.records.account import LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.sizes import SIZES
-from rosellm.lab.records.trace import Event, Trace, read_trace
+from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace, read_trace
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER, best_rung
 from rosellm.roseinfer.steps.step import STEP_RANGE
@@ -29,7 +29,7 @@ from tests.ledgers import ROWS, ledger_of
 
 
 def kernel(name: str, start: float, duration: float, launched: float, kind: str = "kernel") -> Event:
-    return Event(name, kind, start, duration, launched, on_gpu=True)
+    return Event(name, kind, start, duration, launched)
 
 
 def on_host(name: str, start: float, end: float, kind: str = "range") -> Event:
@@ -173,13 +173,8 @@ def test_a_trace_without_two_steps_or_with_one_that_launched_nothing_is_refused(
 
 def test_the_innermost_range_names_the_host():
     events = [on_host("a", 0, 10), on_host("a.b", 2, 6), on_host("a.b.c", 3, 4), on_host("d", 12, 13)]
-    host = HostTimeline(Trace(events))
-    assert [host.at(t) for t in (-1, 0, 2, 3, 4, 6, 10, 12, 13)] == [
+    assert Trace(events).host_at([-1, 0, 2, 3, 4, 6, 10, 12, 13]) == [
         "outside the step", "a", "b", "c", "b", "a", "outside the step", "d", "outside the step",
-    ]  # fmt: skip
-    assert [(s.start, s.end, s.name) for s in host.within(1, 14)] == [
-        (1, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 6, "b"), (6, 10, "a"),
-        (10, 12, "outside the step"), (12, 13, "d"), (13, 14, "outside the step"),
     ]  # fmt: skip
 
 
