@@ -158,9 +158,6 @@ def test_the_record_counts_the_tokens_seen_and_says_where_it_was_made(smoke: Smo
     assert ratio == pytest.approx(hyper["epochs"], rel=0.02)
     assert record["environment"]["torch"] == torch.__version__
     assert record["environment"]["device"] == record["environment"]["device_name"]
-    versions = {"python", "tokenizers", "triton", "transformers", "numpy", "rosellm"}
-    assert versions | {"driver", "git_commit", "time_utc"} <= record["environment"].keys()
-    assert record["environment"]["driver"] is None
     assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
 
 
@@ -169,16 +166,6 @@ def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
     made = run_smoke(tmp_path, "cuda")
     assert_learned(made.record)
     assert made.record["environment"]["device"] == torch.cuda.get_device_name()
-
-
-def test_an_absent_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, torch_settings: None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["--smoke", "--device", "cuda"]) == 2
-    assert (
-        capsys.readouterr().err == "error: device 'cuda' is not available on this machine; use --device cpu\n"
-    )
 
 
 @pytest.mark.parametrize("smoke", [False, True])
@@ -205,14 +192,9 @@ def test_each_hyperparameter_is_an_option_and_those_not_given_keep_their_values(
         (["--json", "absent/record.json"], "record 'absent/record.json' is not a file name"),
         (["--json", "full"], "record 'full' is not a file name"),
         (["--output", "full"], "output 'full' holds 'thesis.txt'"),
-        (["--output", "full/thesis.txt"], "output 'full/thesis.txt' is not a folder"),
         (["--output", "full/thesis.txt/rose"], "output 'full/thesis.txt/rose' cannot be written"),
         (["--epochs", "0"], "epochs is 0.0; it must be positive and finite"),
-        (["--epochs", "inf"], "epochs is inf"),
-        (["--batch-size", "-1"], "batch_size is -1; it must be positive and finite"),
-        (["--learning-rate", "nan"], "learning_rate is nan"),
         (["--warmup-steps", "-1"], "warmup_steps is -1; it must be zero or positive"),
-        (["--seed", "-1"], "seed is -1"),
         (["--dropout", "1"], "dropout is 1.0; it must be at least 0 and below 1"),
     ],
 )
