@@ -23,8 +23,6 @@ N_SAMPLES = 200  # samples of the queue's length per run
 FIELDS = ("seconds", "prompt_tokens", "new_tokens")
 MOST = {"prompt_tokens": MOST_TOKENS, "new_tokens": INT32_MAX}  # as for the options of these names
 
-Lines = list[tuple[int, str]]  # with line numbers, from 1
-
 
 class Arrival(NamedTuple):
     """A request of a trace: its arrival in seconds from the start, and its token counts."""
@@ -44,19 +42,16 @@ def read_trace(text: str) -> list[Arrival]:
     """An argparse type: read a file's arrivals, sorted by time.
 
     Each line is a JSON object with the FIELDS, or the file is CSV with a header that names them. Blank lines
-    are skipped.
+    are skipped; errors number lines from the first that is not blank.
     """
     try:
-        lines = _numbered(Path(text).read_text(encoding="utf-8-sig"))  # spreadsheets write a byte-order mark
+        content = Path(text).read_text(encoding="utf-8-sig").lstrip()  # spreadsheets write a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         told = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ArgumentTypeError(f"cannot read {text}: {told}") from None
-    if not lines:
-        raise ArgumentTypeError(f"{text} has no arrivals")
-    rows = _json_rows(lines) if lines[0][1].lstrip().startswith("{") else _csv_rows(lines)
-    arrivals: list[Arrival] = []
+    rows_of = _json_rows if content.startswith("{") else _csv_rows
     try:
-        arrivals.extend(_arrival(number, row) for number, row in rows)
+        arrivals = [_arrival(*row) for row in rows_of(content.split("\n"))]
     except ValueError as error:
         raise ArgumentTypeError(f"{text}{error}") from None
     if not arrivals:
@@ -64,70 +59,47 @@ def read_trace(text: str) -> list[Arrival]:
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
-def _numbered(text: str) -> Lines:
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+def _json_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line, object_pairs_hook=_once_each)
+            except (ValueError, RecursionError):
+                yield number, None
 
 
-def _json_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
-    for number, line in lines:
-        try:
-            row = json.loads(line, object_pairs_hook=_once_each)
-        except KeyError as twice:
-            raise ValueError(f", line {number}: it names {twice.args[0]} twice") from None
-        except (ValueError, RecursionError):
-            row = None
-        yield number, row
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    """Build a JSON object; return None if it repeats a name."""
+    row = dict(pairs)
+    return row if len(row) == len(pairs) else None
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; raise ``KeyError`` with the name of a repeated field."""
-    if name := _twice([name for name, _ in pairs]):
-        raise KeyError(name)
-    return dict(pairs)
-
-
-def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
-    (_, header), *rows = _csv_cells(lines)
-    names = [name.strip() for name in header]
-    if not set(names) >= set(FIELDS):
-        raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)}")
-    if name := _twice(names):
-        raise ValueError(f": the header names {name} twice")
-    for number, row in rows:
-        if len(row) > len(names):
-            raise ValueError(f", line {number}: it has {len(row)} cells, the header {len(names)}")
-        yield number, dict(zip(names, row, strict=False))
-
-
-def _twice(names: list[str]) -> str | None:
-    """Return the first repeated name among the FIELDS, or None; other columns may repeat."""
-    return next((name for name in FIELDS if names.count(name) > 1), None)
-
-
-def _csv_cells(lines: Lines) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row's cells and its first line number; a quoted cell may span several lines."""
-    reader, begin = csv.reader(line for _, line in lines), 0
+def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
+    """Yield each row and the number of its last line; a quoted cell may span several."""
+    reader = csv.DictReader(map(str.strip, lines))
     try:
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        if names and sorted(name for name in names if name in FIELDS) != sorted(FIELDS):
+            raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)} once each")
         for row in reader:
-            yield lines[begin][0], row
-            begin = reader.line_num
+            yield reader.line_num, None if None in row else row  # None: the key of what exceeds the header
     except csv.Error as error:
-        raise ValueError(f", line {lines[begin][0]}: {error}") from None
+        raise ValueError(f", after line {reader.line_num}: {error}") from None
 
 
 def _arrival(number: int, row: object) -> Arrival:
     here = f", line {number}"
     if not isinstance(row, dict) or any(row.get(name) is None for name in FIELDS):
-        raise ValueError(f"{here}: it must give {', '.join(FIELDS)}")
-    values = {name: _number(row[name]) for name in FIELDS}
-    if not 0 <= values["seconds"] <= DAY_S:
-        told = reprlib.repr(row["seconds"])
-        raise ValueError(f"{here}: seconds is {told}; it must be a number from 0 to {DAY_S}, a day")
-    for name, most in MOST.items():
-        if not (values[name].is_integer() and 1 <= values[name] <= most):
-            told = reprlib.repr(row[name])
-            raise ValueError(f"{here}: {name} is {told}; it must be a whole number from 1 to {most}")
-    return Arrival(values["seconds"], int(values["prompt_tokens"]), int(values["new_tokens"]))
+        raise ValueError(f"{here}: it must give {', '.join(FIELDS)} once each")
+    seconds, *counts = (_number(row[name]) for name in FIELDS)
+    if not 0 <= seconds <= DAY_S:
+        given = reprlib.repr(row["seconds"])
+        raise ValueError(f"{here}: seconds is {given}; it must be a number from 0 to {DAY_S}, a day")
+    for value, (name, most) in zip(counts, MOST.items(), strict=True):
+        if not (value.is_integer() and 1 <= value <= most):
+            given = reprlib.repr(row[name])
+            raise ValueError(f"{here}: {name} is {given}; it must be a whole number from 1 to {most}")
+    return Arrival(seconds, *map(int, counts))
 
 
 def _number(value: object) -> float:

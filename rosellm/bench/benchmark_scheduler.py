@@ -17,13 +17,13 @@ from rosellm.bench import runs
 from rosellm.bench.cli import Benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.record import distribution
-from rosellm.bench.summary import summary_line
+from rosellm.bench.summary import Line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import one_each
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, Progress
 
 
 def run_scheduler_benchmark(
@@ -64,7 +64,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
 Params = SamplingParams | list[SamplingParams]
 
 
-class _StepTimes(OnlineScheduler):
+class _Offline(OfflineScheduler):
     """A scheduler that records the seconds of each of its decode steps."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
@@ -77,46 +77,37 @@ class _StepTimes(OnlineScheduler):
             self.step_times.append(done.seconds)
 
 
-class _Online(_StepTimes):
-    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
+class _Online(_Offline):
+    def run(
+        self, prompts: list[list[int]], params: Params, progress: Progress | None = None
+    ) -> list[RequestOutput]:
         request_ids = self.add_requests(prompts, params)
         while self.has_unfinished:
             self.step()
         return [self.take_result(request_id) for request_id in request_ids]
 
 
-class _Offline(_StepTimes, OfflineScheduler):
-    pass
-
-
 class _Naive(_Online):
-    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
-        alone = super().run
+    def run(
+        self, prompts: list[list[int]], params: Params, progress: Progress | None = None
+    ) -> list[RequestOutput]:
         pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
-        return [output for prompt, own in pairs for output in alone([prompt], [own])]
+        return [super(_Naive, self).run([prompt], [own])[0] for prompt, own in pairs]
 
 
-MODES: dict[str, type[_Offline | _Online]] = {"naive": _Naive, "offline": _Offline, "online": _Online}
-
-
-SUMMARY = (
-    ("Decode time", "decode_time_s", "decode_time_s", "s"),
-    ("Total time", "total_time_s", "total_time_s", "s"),
-    ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
-    ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
-    ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
-    ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
-    ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
-)
-
-
-def summary(result: dict[str, Any]) -> list[str]:
-    """Report the median over runs of each p50, and the mean over runs of each mean."""
-    medians, means = result["medians"], result["means"]
-    return [
-        summary_line(f"{title} p50/mean", (medians.get(p50), means.get(mean)), unit)
-        for title, p50, mean, unit in SUMMARY
-    ]
+MODES: dict[str, type[_Offline]] = {"naive": _Naive, "offline": _Offline, "online": _Online}
+LINES: list[Line] = [
+    (f"{title} p50/mean", [f"medians.{p50}", f"means.{mean}"], unit)
+    for title, p50, mean, unit in (
+        ("Decode time", "decode_time_s", "decode_time_s", "s"),
+        ("Total time", "total_time_s", "total_time_s", "s"),
+        ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
+        ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
+        ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
+        ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
+        ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
+    )
+]
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -129,7 +120,7 @@ def _runs(options: Namespace) -> dict[str, runs.Run]:
     return {mode: partial(_run_once, mode=mode) for mode in modes}
 
 
-BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, summary)
+BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, lambda _result: LINES)
 main = BENCHMARK.main
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,25 +37,17 @@ from rosellm.bench.arrivals import (
 from rosellm.bench.cli import Benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.long_prompt import gap_figures, joined_by
-from rosellm.bench.options import MOST_TOKENS, count, counts
-from rosellm.bench.prompts import Prompts
+from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution
-from rosellm.bench.summary import summary_line
+from rosellm.bench.summary import Line
 from rosellm.command_line import INT32_MAX
 from rosellm.errors import OptionError, RoseError
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
 DAY_MS = 1000 * DAY_S
-METRICS = {
-    "ttft": ("TTFT", "ms"),
-    "tpot": ("TPOT", "ms/token"),
-    "itl": ("ITL", "ms"),
-    "latency": ("Latency", "ms"),
-}
 
 
 @dataclass(frozen=True)
@@ -89,27 +81,26 @@ def run_streaming_benchmark(
 def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
     runs.prepare_run(job.engine)
     inbox: SimpleQueue = SimpleQueue()
+    n = len(job.prompts)
     with (
         ThreadPoolExecutor(1) as thread,
         StreamingManager(job.engine, job.config, load.tokenize_workers, load.stream_interval) as manager,
     ):
         start = perf_counter()
-        reading = thread.submit(_read, inbox, len(job.prompts))
-        params = one_each(job.params, len(job.prompts))
-        times = (0.0,) * len(job.prompts) if load.times is None else load.times[: len(job.prompts)]
-        request_ids, lags = _submit(manager, job.prompts, params, times, inbox)
+        reading = thread.submit(_read, inbox, n)
+        times = (0.0,) * n if load.times is None else load.times[:n]
+        request_ids, lags = _submit(manager, job, times, inbox)
         reading.result()
         read_time = perf_counter() - start
         outputs = _results(manager, request_ids)
-    total_time = max(output.metrics.token_times[-1] for output in outputs) - start
-    limits = load.ttft_limit_s, load.itl_limit_s
-    gaps = (gap for output in outputs for gap in output.metrics.itl)
     tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
+    total_time = max(request.token_times[-1] for request in requests) - start
+    limits = load.ttft_limit_s, load.itl_limit_s
     return {
         **runs.run_figures(tokens, total_time, runs.peak_memory(job.engine.device)),
         "read_time_s": read_time,
         **runs.request_figures(outputs, PERCENTS),
-        **distribution("itl", gaps, PERCENTS),
+        **distribution("itl", (gap for request in requests for gap in request.itl), PERCENTS),
         **distribution("lag", lags, PERCENTS),
         **(goodput(requests, lags, total_time, *limits) if min(limits) < math.inf else {}),
         **(gap_figures(outputs) if load.ends_with_long_prompt else {}),
@@ -118,169 +109,128 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
 
 
 def _submit(
-    manager: StreamingManager,
-    prompts: Prompts,
-    params: list[SamplingParams],
-    times: tuple[float, ...],
-    inbox: SimpleQueue,
+    manager: StreamingManager, job: Job, times: tuple[float, ...], inbox: SimpleQueue
 ) -> tuple[list[int], list[float]]:
-    """Submit each request at its time; return ids and lags.
-
-    If one is refused, the reader receives an end marker for every request, so that it stops.
-    """
+    """Submit each request at its time; return ids and lags. A refusal ends the inbox's reader."""
     request_ids: list[int] = []
+    params = one_each(job.params, len(job.prompts))
 
     def submit(index: int) -> None:
-        request_ids.append(manager.add_request(prompts[index], params[index], inbox))
+        request_ids.append(manager.add_request(job.prompts[index], params[index], inbox))
 
     try:
-        lags = submit_by_deadline(times, submit)
+        return request_ids, submit_by_deadline(times, submit)
     except BaseException:
-        for _ in prompts:
-            inbox.put((None, None))
+        inbox.put(None)
         raise
-    return request_ids, lags
 
 
 def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
     """Return the results of the requests, which have all ended. Raises ``RoseError`` if one failed."""
     outputs = []
-    for number, request_id in enumerate(request_ids, 1):
+    for nth, request_id in enumerate(request_ids, 1):
         try:
             outputs.append(manager.result(request_id))
         except RoseError as error:
-            raise runs.request_failed(number, len(request_ids), error) from error
+            raise runs.request_failed(nth, len(request_ids), error) from error
     return outputs
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:
-    """Consume every request's text on one thread until all have ended."""
-    while n_requests:
-        _, piece = inbox.get()
-        n_requests -= piece is None
+    """Consume every request's text on one thread until all have ended, or None comes."""
+    while n_requests and (delivered := inbox.get()) is not None:
+        n_requests -= delivered[1] is None
 
 
-def summary(result: dict[str, Any]) -> list[str]:
-    """Report medians over the measured runs, including those of each run's percentiles."""
-    medians = result["medians"]
-    percentiles = [
-        summary_line(f"{title} p50/p95/p99", [medians.get(f"{name}_p{p}_s") for p in PERCENTS], unit)
-        for name, (title, unit) in METRICS.items()
-    ]
-    return [
-        summary_line("Total time", [medians["total_time_s"]], "s"),
-        *percentiles,
-        summary_line("Throughput (completion,total)", [medians["total_throughput_tok_s"]], "tokens/s"),
-        *(_goodput_lines(medians) if "goodput_req_s" in medians else []),
-        *(_long_prompt_lines(medians) if "itl_beside_p50_s" in medians else []),
-    ]
+def _percentiles(title: str, name: str, unit: str, percents: tuple[int, ...] = PERCENTS) -> Line:
+    titled = f"{title} {'/'.join(f'p{percent}' for percent in percents)}"
+    return titled, [f"medians.{name}_p{percent}_s" for percent in percents], unit
 
 
-def _long_prompt_lines(medians: dict[str, float]) -> list[str]:
-    places = {"beside": "ITL beside the long prompt", "apart": "ITL apart from it"}
-    return [
-        summary_line(f"{told} p50/p99", [medians.get(f"itl_{place}_p{p}_s") for p in (50, 99)], "ms")
-        for place, told in places.items()
-    ]
+LINES = [
+    ("Total time", ["medians.total_time_s"], "s"),
+    _percentiles("TTFT", "ttft", "ms"),
+    _percentiles("TPOT", "tpot", "ms/token"),
+    _percentiles("ITL", "itl", "ms"),
+    _percentiles("Latency", "latency", "ms"),
+    ("Throughput (completion,total)", ["medians.total_throughput_tok_s"], "tokens/s"),
+]
+GOODPUT_LINES = [
+    _percentiles("Submission lag", "lag", "ms"),
+    ("Goodput (requests within the limits)", ["medians.goodput_req_s"], "requests/s"),
+]
+LONG_PROMPT_LINES = [
+    _percentiles("ITL beside the long prompt", "itl_beside", "ms", (50, 99)),
+    _percentiles("ITL apart from it", "itl_apart", "ms", (50, 99)),
+]
 
 
-def _goodput_lines(medians: dict[str, float]) -> list[str]:
-    return [
-        summary_line("Submission lag p50/p95/p99", [medians[f"lag_p{p}_s"] for p in PERCENTS], "ms"),
-        summary_line("Goodput (requests within the limits)", [medians["goodput_req_s"]], "requests/s"),
-    ]
-
-
-def _milliseconds(text: str) -> float:
-    """An argparse type: a duration from 0 to a day."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= DAY_MS:
-        raise ArgumentTypeError(
-            f"{text!r} is not a number of milliseconds, 0 or more and at most {DAY_MS}, a day"
-        )
-    return value
+def lines_of(result: dict[str, Any]) -> list[Line]:
+    """Return what to report: medians over the measured runs, including those of each run's percentiles."""
+    goodput, long_prompt = (name in result["medians"] for name in ("goodput_req_s", "itl_beside_p50_s"))
+    return LINES + GOODPUT_LINES * goodput + LONG_PROMPT_LINES * long_prompt
 
 
 def _rate(text: str) -> float | None:
     """An argparse type: requests per second; inf becomes None."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise ArgumentTypeError(f"{text!r} is not a number of requests a second above 0, or inf")
-    if value * DAY_S < 1:
-        raise ArgumentTypeError(f"{text!r} is less than a request a day")
-    return None if value == math.inf else value
+    rate = number("of requests a second, at least one a day, or inf", 1 / DAY_S, math.inf)(text)
+    return None if rate == math.inf else rate
 
 
-def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
-    """Return when requests are due, or None for all at once.
+def _add_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("arrivals")
+    add, load = group.add_argument, StreamingLoad
+    milliseconds = number(f"of milliseconds, 0 or more and at most {DAY_MS}, a day", 0, DAY_MS)
+    ms: dict[str, Any] = {"type": milliseconds, "metavar": "MS"}
+    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: the submitting thread")
+    add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")
+    add_one = group.add_mutually_exclusive_group().add_argument
+    add_one("--submit-interval-ms", **ms, default=0.0, help="between submissions")
+    rate = "requests a second, at seeded random times (Poisson); inf, the default: all at once"
+    add_one("--request-rate", type=_rate, metavar="R", help=rate)
+    trace = "JSON lines, or CSV with a header: seconds, prompt_tokens, new_tokens of each request"
+    add_one("--trace", type=read_trace, metavar="FILE", help=trace)
+    more = "one more request, of this many prompt tokens and one new, joins the others"
+    add_one("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
+    add("--long-prompt-after-ms", **ms, default=500.0, help="delay of that request after the others")
+    sizes = "other sizes of --prefill-chunk to compare; none by default"
+    add("--long-prompt-chunks", **counts((), INT32_MAX), help=sizes)
+    add("--ttft-limit-ms", **ms, help="goodput: the latest first token")
+    add("--itl-limit-ms", **ms, help="goodput: the longest gap between tokens")
 
-    Raises ``OptionError`` if several options set it, or if it exceeds a day.
-    """
-    given = {
-        "--request-rate": options.request_rate,
-        "--trace": options.trace,
-        "--submit-interval-ms": options.submit_interval_ms,
-    }
-    named = [name for name, value in given.items() if value]
-    if len(named) > 1:
-        raise OptionError(f"{' and '.join(named)} both set when requests arrive; give only one")
+
+def _arrival_times(options: Namespace) -> tuple[float, ...]:
+    """Return when requests are due, in seconds; raise ``OptionError`` if one is after a day."""
+    n, interval = options.num_requests, options.submit_interval_ms / 1e3
     if options.trace:
         return tuple(arrival.seconds for arrival in options.trace)
-    if not named:
-        return None
-    times = _times_of_options(options)
-    if times[-1] > DAY_S:
-        raise OptionError(f"{named[0]}: the last of {options.num_requests} requests would be due after a day")
-    return times
-
-
-def _times_of_options(options: Namespace) -> tuple[float, ...]:
     if options.request_rate:
-        return tuple(poisson_times(options.request_rate, options.num_requests, options.seed))
-    interval = options.submit_interval_ms / 1e3
-    return tuple(i * interval for i in range(options.num_requests))
+        times = poisson_times(options.request_rate, n, options.seed)
+    else:
+        times = [i * interval for i in range(n)]
+    if times[-1] > DAY_S:
+        raise OptionError(f"the last of {n} requests would be due after a day")
+    return tuple(times)
+
+
+def _runs(options: Namespace) -> dict[str, runs.Run]:
+    load = StreamingLoad(
+        tokenize_workers=options.tokenize_workers,
+        stream_interval=options.stream_interval,
+        times=_arrival_times(options),
+        ttft_limit_s=_seconds(options.ttft_limit_ms),
+        itl_limit_s=_seconds(options.itl_limit_ms),
+        ends_with_long_prompt=options.long_prompt_tokens is not None,
+    )
+    if not load.ends_with_long_prompt:
+        return {"streaming": partial(_run_once, load=load)}
+    chunks = {f"chunks of {n}": n for n in options.long_prompt_chunks}
+    ways = {"chunked": options.prefill_chunk, **chunks, "whole": None}
+    return {way: partial(_run_in_chunks, load=load, chunk=chunk) for way, chunk in ways.items()}
 
 
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1e3
-
-
-def _add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("arrivals").add_argument
-    load = StreamingLoad
-    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: the submitting thread")
-    add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")
-    add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help="between submissions")
-    rate = "requests a second, at seeded random times (Poisson); inf, the default: all at once"
-    add("--request-rate", type=_rate, metavar="R", help=rate)
-    trace = "JSON lines, or CSV with a header: seconds, prompt_tokens, new_tokens of each request"
-    add("--trace", type=read_trace, metavar="FILE", help=trace)
-    more = "one more request, of this many prompt tokens and one new, joins the others"
-    add("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
-    when = "delay of that request after the others"
-    add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
-    sizes = "other sizes of --prefill-chunk to compare; none by default"
-    add("--long-prompt-chunks", **counts((), INT32_MAX), help=sizes)
-    add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="goodput: the latest first token")
-    add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="goodput: the longest gap between tokens")
-
-
-def _runs(options: Namespace) -> dict[str, runs.Run]:
-    limits = _seconds(options.ttft_limit_ms), _seconds(options.itl_limit_ms)
-    times = _arrival_times(options)
-    long = options.long_prompt_tokens is not None
-    load = StreamingLoad(options.tokenize_workers, options.stream_interval, times, *limits, long)
-    if long:
-        chunks = {f"chunks of {n}": n for n in options.long_prompt_chunks}
-        ways = {"chunked": options.prefill_chunk, **chunks, "whole": None}
-        return {way: partial(_run_in_chunks, load=load, chunk=chunk) for way, chunk in ways.items()}
-    return {"streaming": partial(_run_once, load=load)}
 
 
 def _run_in_chunks(job: Job, load: StreamingLoad, chunk: int | None) -> dict[str, Any]:
@@ -294,7 +244,12 @@ class StreamingBenchmark(Benchmark):
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
         options = super().parse_options(argv)
         if options.long_prompt_tokens is not None:
-            _check_long_prompt(options)
+            if options.profile:
+                raise OptionError("--profile traces decode steps without a long prompt; leave out --profile")
+            if options.prefill_chunk is None:
+                raise OptionError(
+                    "--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk"
+                )
             after, tokens = options.long_prompt_after_ms / 1e3, options.prompt_tokens or 1
             sizes = options.num_requests, tokens, options.max_new_tokens
             options.trace = joined_by(options.long_prompt_tokens, after, *sizes)
@@ -306,16 +261,7 @@ class StreamingBenchmark(Benchmark):
         return options
 
 
-def _check_long_prompt(options: Namespace) -> None:
-    if options.profile:
-        raise OptionError("--profile traces a few decode steps, without a long prompt; leave out --profile")
-    if options.trace or options.request_rate or options.submit_interval_ms:
-        raise OptionError("--long-prompt-tokens sets when requests arrive; give no other arrivals")
-    if options.prefill_chunk is None:
-        raise OptionError("--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk")
-
-
-BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, summary)
+BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, lines_of)
 main = BENCHMARK.main
 
 

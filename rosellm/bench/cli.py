@@ -11,7 +11,7 @@ from rosellm.bench import options as shared
 from rosellm.bench.job import choose_recipe, make_job
 from rosellm.bench.record import engine_facts, new_record, write_record
 from rosellm.bench.runs import Run, repeat, write_trace
-from rosellm.bench.summary import print_summary
+from rosellm.bench.summary import Line, print_summary
 from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
@@ -24,14 +24,14 @@ class Benchmark:
     """A command that serves the same requests repeatedly, in one or several modes.
 
     form: its name in workloads and records. doc: its module's docstring. add_options: adds its own options.
-    runs: returns the requested modes' runs by name. summary: returns the lines that report a mode's result.
+    runs: returns the requested modes' runs by name. lines: returns what to print of a mode's result.
     """
 
     form: str
     doc: str
     add_options: Callable[[ArgumentParser], None]
     runs: Callable[[Namespace], dict[str, Run]]
-    summary: Callable[[dict[str, Any]], list[str]]
+    lines: Callable[[dict[str, Any]], list[Line]]
 
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
         """Parse this command's options; None reads the command line."""
@@ -66,7 +66,7 @@ class Benchmark:
         if options.json:
             write_record(options.json, record)
         for result in results.values():
-            print_summary(result, self.summary(result))
+            print_summary(result, self.lines(result))
         if options.profile:
             mode, run = list(runs.items())[-1]
             together = 1 if mode == "naive" else job.engine.max_batch_size

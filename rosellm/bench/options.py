@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,18 @@ def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
 def switch(default: bool | None) -> dict[str, Any]:
     """Return ``add_argument`` options for ``--name`` or ``--no-name``."""
     return {"action": BooleanOptionalAction, "default": default}
+
+
+def number(what: str, low: float, high: float) -> Callable[[str], float]:
+    """Return an argparse type: a number from ``low`` to ``high``, in errors "a number WHAT"."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if low <= (value := float(text)) <= high:
+                return value
+        raise ArgumentTypeError(f"{text!r} is not a number {what}")
+
+    return parse
 
 
 def writable_file(text: str) -> Path:

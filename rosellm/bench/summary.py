@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,16 +15,17 @@ UNITS = {
 }  # scale, decimals
 
 
-def summary_line(title: str, figures: Iterable[float | None], unit: str) -> str:
-    """Format ``title: a/b/c unit``. figures: in seconds or per second; None prints as "none"."""
-    scale, decimals = UNITS[unit]
-    numbers = ("none" if figure is None else f"{figure * scale:.{decimals}f}" for figure in figures)
-    return f"{title}: {'/'.join(numbers)} {unit}"
+Line = tuple[str, list[str], str]  # title, names of figures such as "medians.ttft_p50_s", unit
 
 
-def print_summary(result: dict[str, Any], lines: Iterable[str]) -> None:
-    """Print the figures of one mode line by line."""
+def print_summary(result: dict[str, Any], lines: Iterable[Line]) -> None:
+    """Print one mode's figures, each line as ``title: a/b/c unit``; one that it lacks prints as "none"."""
     print(f"=== {result['mode']} summary ===")
     print(f"Warmup runs: {result['warmup_runs']}")
     print(f"Measured runs: {result['repeat_runs']}")
-    print(*lines, sep="\n", flush=True)
+    for title, names, unit in lines:
+        scale, decimals = UNITS[unit]
+        figures = (result[part].get(name) for part, name in (path.split(".") for path in names))
+        numbers = ("none" if figure is None else f"{figure * scale:.{decimals}f}" for figure in figures)
+        print(f"{title}: {'/'.join(numbers)} {unit}")
+    sys.stdout.flush()

@@ -57,11 +57,8 @@ def test_a_run_without_a_gap_apart_from_the_prefill_is_recorded_and_told(
         return gap_figures([running, output_of(next(arrivals), [7.0])])
 
     monkeypatch.setattr(benchmark_streaming, "gap_figures", figures)
-    record, argv = (
-        tmp_path / "record.json",
-        [*RUN, "--max-new-tokens=2", "--warmup-runs=0", "--repeat-runs=2"],
-    )
-    assert benchmark_streaming.main([*argv, "--long-prompt-tokens=40", "--json", str(record)]) == 0
+    record, sizes = tmp_path / "record.json", ["--max-new-tokens=2", "--warmup-runs=0", "--repeat-runs=2"]
+    assert benchmark_streaming.main([*RUN, *sizes, "--long-prompt-tokens=40", f"--json={record}"]) == 0
     assert capsys.readouterr().out.count("ITL apart from it p50/p99: none/none ms\n") == 2
     for result in json.loads(record.read_text())["results"].values():
         found = [repeat["itl_apart_p50_s"] for repeat in result["repeats"]]
@@ -98,18 +95,22 @@ def compared(record: Path, capsys) -> list[dict]:
     return [results[mode]["repeats"][0] for mode in ("chunked", "whole")]
 
 
-@pytest.mark.parametrize("more", [["--request-rate=2"], ["--submit-interval-ms=5"]])
-def test_a_long_prompt_is_the_only_word_on_arrivals(more: list[str], capsys) -> None:
-    assert benchmark_streaming.main([*RUN, *LONG, *more]) == 2
-    assert "give no other arrivals" in capsys.readouterr().err
-    assert benchmark_streaming.main(["--device=cpu", *LONG]) == 2
-    assert "give --prefill-chunk" in capsys.readouterr().err
-
-
-def test_a_long_prompt_is_not_in_a_trace_and_both_are_refused_in_parsing(tmp_path: Path, capsys) -> None:
-    trace, record = tmp_path / "trace.json", tmp_path / "record.json"
-    assert benchmark_streaming.main([*RUN, *LONG, "--profile", str(trace), "--json", str(record)]) == 2
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            [*RUN, *LONG, "--request-rate=2"],
+            "argument --request-rate: not allowed with argument --long-prompt-",
+        ),
+        (["--device=cpu", *LONG], "give --prefill-chunk"),
+        ([*RUN, *LONG, "--profile={}/trace.json", "--json={}/record.json"], "error: --profile traces decode"),
+    ],
+)
+def test_what_a_long_prompt_excludes_is_refused_in_parsing(argv, told, tmp_path: Path, capsys) -> None:
+    try:
+        status = benchmark_streaming.main([one.format(tmp_path) for one in argv])
+    except SystemExit as leaving:
+        status = leaving.code
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert "error: --profile traces a few decode steps" in said.err
-    assert not trace.exists() and not record.exists()
+    assert (status, said.out, said.err.count("\n")) == (2, "", 1) and told in said.err
+    assert list(tmp_path.iterdir()) == []
