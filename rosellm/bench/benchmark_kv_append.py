@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from rosellm.bench.options import add_device_options, add_record_option, command_parser, count, counts
 from rosellm.bench.record import new_record, write_record
-from rosellm.command_line import OneLineParser, command
+from rosellm.command_line import command
 from rosellm.models.loading import resolve_device, resolve_dtype
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
@@ -74,16 +73,16 @@ class Operands:
 
     def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
         """Return a call of ``variant`` without arguments; its index tensors are made beforehand."""
-        operands = self.caches | self.news
-        rows, blocks, pos = self.batch_idx, self.block_idx, self.pos_tensor
-        if variant == "index_put":
-            wide = {"batch_idx": rows.long(), "block_idx": blocks.long(), "pos": pos.long()}
-            return lambda: kv_append_ref(**operands, **wide)
-        if variant == "generic":
-            return lambda: kernels.kv_append(**operands, batch_idx=rows, block_idx=blocks, pos=pos)
-        if variant == "full_batch":
-            return lambda: kernels.kv_append_full_batch(**operands, block_idx=blocks, pos=self.pos)
-        return lambda: kernels.kv_append_identity_pos(**operands, block_idx=blocks, pos=pos)
+        blocks = {"block_idx": self.block_idx}
+        index = {"batch_idx": self.batch_idx, **blocks, "pos": self.pos_tensor}
+        calls: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+            "index_put": (kv_append_ref, {name: tensor.long() for name, tensor in index.items()}),
+            "generic": (kernels.kv_append, index),
+            "full_batch": (kernels.kv_append_full_batch, blocks | {"pos": self.pos}),
+            "identity_pos": (kernels.kv_append_identity_pos, blocks | {"pos": self.pos_tensor}),
+        }
+        append, own = calls[variant]
+        return partial(append, **self.caches, **self.news, **own)
 
 
 VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
@@ -118,13 +117,31 @@ def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
 def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Shape) -> None:
     """Raise ``AssertionError`` unless ``variant`` writes exactly the bits of the specification."""
     found, wanted = make_caches(shape), make_caches(shape)
-    indices = {"batch_idx": operands.batch_idx, "block_idx": operands.block_idx, "pos": operands.pos_tensor}
-    kv_append_ref(**wanted, **operands.news, **{name: index.long() for name, index in indices.items()})
+    replace(operands, caches=wanted).bind("index_put", kernels)()
     replace(operands, caches=found).bind(variant, kernels)()
     bits = BITS[shape.dtype.itemsize]
     for name, cache in wanted.items():
         if not torch.equal(found[name].view(bits), cache.view(bits)):
             raise AssertionError(f"{variant} at batch {shape.batch}: {name} differs from the specification")
+
+
+def seconds_per_call(calls: Sequence[Callable[[], object]], repeats: int, on_gpu: bool) -> list[float]:
+    """Return seconds per call, one value per repeat, after one repeat that is not timed.
+
+    Each repeat makes all calls from Python. on_gpu: device time, else wall time until the device is idle.
+    """
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    times = []
+    for _ in range(repeats + 1):
+        start = Clock(on_gpu)
+        for call in calls:
+            call()
+        if not on_gpu:
+            wait()
+        end = Clock(on_gpu)
+        end.wait()
+        times.append(end.seconds_since(start) / len(calls))
+    return times[1:]
 
 
 def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
@@ -135,63 +152,26 @@ def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
             call()
 
     replay = record_graph(run, calls[0])
-    replay()
-    return [seconds / len(calls) for seconds in _device_times(replay, repeats)]
-
-
-def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
-    """Return wall seconds per call, one value per repeat.
-
-    Each repeat launches all calls from Python and synchronizes once.
-    """
-    _synchronize(device)
-    times = []
-    for _ in range(repeats + 1):
-        start = perf_counter()
-        for call in calls:
-            call()
-        _synchronize(device)
-        times.append((perf_counter() - start) / len(calls))
-    return times[1:]
+    return [seconds / len(calls) for seconds in seconds_per_call([replay], repeats, on_gpu=True)]
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
     """Return bytes per second, reads plus writes, of a ``COPY_BYTES`` copy; one value per repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    copy = partial(target.copy_, source)
-    copy()
-    times = _device_times(copy, repeats) if device.type == "cuda" else wall_times([copy], repeats, device)
-    return [2 * COPY_BYTES / seconds for seconds in times]
-
-
-def _device_times(run: Callable[[], object], repeats: int) -> list[float]:
-    """Return GPU seconds per run, one value per repeat."""
-    times = []
-    for _ in range(repeats):
-        start = Clock(on_gpu=True)
-        run()
-        end = Clock(on_gpu=True)
-        end.wait()
-        times.append(end.seconds_since(start))
-    return times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    copy = partial(torch.zeros_like(source).copy_, source)
+    return [2 * COPY_BYTES / s for s in seconds_per_call([copy], repeats, device.type == "cuda")]
 
 
 def time_variant(
     variant: str, sets: list[Operands], kernels: Kernels, repeats: int
 ) -> dict[str, list[float]]:
     """Return seconds per call for every repeat, by timing method."""
-    device = sets[0].block_idx.device
+    device = sets[0].block_idx.device.type
     bound = [operands.bind(variant, kernels) for operands in sets]
-    n_calls = CALLS[device.type]
+    n_calls = CALLS[device]
     rotating = bound * -(-n_calls // len(bound))
-    times = {"wall": wall_times(rotating, repeats, device)}
-    if device.type == "cuda":
+    times = {"wall": seconds_per_call(rotating, repeats, on_gpu=False)}
+    if device == "cuda":
         times["device_rotating"] = graph_times(rotating, repeats)
         times["device_same"] = graph_times(bound[:1] * n_calls, repeats)
     return times
@@ -267,16 +247,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def run(argv: list[str] | None) -> None:
     """Parse the options, measure, and write the record if requested."""
-    options = _parser().parse_args(argv)
-    record = measure(options)
-    if options.json:
-        write_record(options.json, record)
-
-
-main = command(run)
-
-
-def _parser() -> OneLineParser:
     parser = command_parser("benchmark_kv_append", __doc__)
     add = parser.add_argument
     add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens per call")
@@ -286,7 +256,13 @@ def _parser() -> OneLineParser:
     add("--repeats", **count(20), help="measurements of each figure; medians are reported")
     add_record_option(parser)
     add_device_options(parser)
-    return parser
+    options = parser.parse_args(argv)
+    record = measure(options)
+    if options.json:
+        write_record(options.json, record)
+
+
+main = command(run)
 
 
 if __name__ == "__main__":
