@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import one_each
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, Progress
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 def run_scheduler_benchmark(
@@ -41,9 +42,9 @@ def run_scheduler_benchmark(
 def _run_once(job: Job, mode: str) -> dict[str, Any]:
     engine = job.engine
     runs.prepare_run(engine)
-    scheduler = MODES[mode](engine, job.config)
+    scheduler = _Scheduler(engine, job.config)
     start = perf_counter()
-    outputs = scheduler.run(engine.encode_many(job.prompts), job.params)
+    outputs = MODES[mode](scheduler, engine.encode_many(job.prompts), job.params)
     total_time = perf_counter() - start
     runs.check_served(outputs)
     tokens = [output.token_ids for output in outputs]
@@ -62,9 +63,10 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
 
 
 Params = SamplingParams | list[SamplingParams]
+Prompts = list[list[int]]
 
 
-class _Offline(OfflineScheduler):
+class _Scheduler(OfflineScheduler):
     """A scheduler that records the seconds of each of its decode steps."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
@@ -77,25 +79,23 @@ class _Offline(OfflineScheduler):
             self.step_times.append(done.seconds)
 
 
-class _Online(_Offline):
-    def run(
-        self, prompts: list[list[int]], params: Params, progress: Progress | None = None
-    ) -> list[RequestOutput]:
-        request_ids = self.add_requests(prompts, params)
-        while self.has_unfinished:
-            self.step()
-        return [self.take_result(request_id) for request_id in request_ids]
+def _online(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[RequestOutput]:
+    request_ids = scheduler.add_requests(prompts, params)
+    while scheduler.has_unfinished:
+        scheduler.step()
+    return [scheduler.take_result(request_id) for request_id in request_ids]
 
 
-class _Naive(_Online):
-    def run(
-        self, prompts: list[list[int]], params: Params, progress: Progress | None = None
-    ) -> list[RequestOutput]:
-        pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
-        return [super(_Naive, self).run([prompt], [own])[0] for prompt, own in pairs]
+def _naive(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[RequestOutput]:
+    pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
+    return [output for prompt, own in pairs for output in _online(scheduler, [prompt], [own])]
 
 
-MODES: dict[str, type[_Offline]] = {"naive": _Naive, "offline": _Offline, "online": _Online}
+MODES: dict[str, Callable[[_Scheduler, Prompts, Params], list[RequestOutput]]] = {
+    "naive": _naive,
+    "offline": _Scheduler.run,
+    "online": _online,
+}
 LINES: list[Line] = [
     (f"{title} p50/mean", [f"medians.{p50}", f"means.{mean}"], unit)
     for title, p50, mean, unit in (

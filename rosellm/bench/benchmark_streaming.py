@@ -41,8 +41,7 @@ from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution
 from rosellm.bench.summary import Line
 from rosellm.command_line import INT32_MAX
-from rosellm.errors import OptionError, RoseError
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.errors import OptionError
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
@@ -92,7 +91,7 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
         request_ids, lags = _submit(manager, job, times, inbox)
         reading.result()
         read_time = perf_counter() - start
-        outputs = _results(manager, request_ids)
+        outputs = [manager.result(request_id) for request_id in request_ids]
     tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
     total_time = max(request.token_times[-1] for request in requests) - start
     limits = load.ttft_limit_s, load.itl_limit_s
@@ -123,17 +122,6 @@ def _submit(
     except BaseException:
         inbox.put(None)
         raise
-
-
-def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
-    """Return the results of the requests, which have all ended. Raises ``RoseError`` if one failed."""
-    outputs = []
-    for nth, request_id in enumerate(request_ids, 1):
-        try:
-            outputs.append(manager.result(request_id))
-        except RoseError as error:
-            raise runs.request_failed(nth, len(request_ids), error) from error
-    return outputs
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:

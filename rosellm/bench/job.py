@@ -69,7 +69,20 @@ def choose_recipe(options: Namespace) -> str | Rung:
     That one is eager unless ``--cuda-graph`` is given. With a non-default ``--all-reduce`` the result is a
     custom recipe instead of a rung.
     """
-    recipe = _recipe_of_flags(options)
+    recipe: str | Rung
+    if options.rung is not None:
+        if options.paged_attn or options.cuda_graph:
+            raise RecipeError("--rung names a whole recipe: leave out --paged-attn and --cuda-graph")
+        recipe = get_rung(options.rung)
+    elif not options.paged_attn:
+        if options.cuda_graph:
+            raise RecipeError(
+                "--cuda-graph needs --paged-attn: dense attention has no fixed shapes to capture"
+            )
+        recipe = "dense"
+    else:
+        best = get_rung(None, resolve_device(options.device))
+        recipe = best if options.cuda_graph else replace(RECIPES[best], runner="eager")
     if options.all_reduce == "library":
         return recipe
     if options.tensor_parallel_size == 1:
@@ -78,19 +91,6 @@ def choose_recipe(options: Namespace) -> str | Rung:
     chosen.check_ranks(options.tensor_parallel_size)
     assert isinstance(chosen, Recipe)  # no other rung has ranks
     return replace(chosen, all_reduce=options.all_reduce)
-
-
-def _recipe_of_flags(options: Namespace) -> str | Rung:
-    if options.rung is not None:
-        if options.paged_attn or options.cuda_graph:
-            raise RecipeError("--rung names a whole recipe: leave out --paged-attn and --cuda-graph")
-        return get_rung(options.rung)
-    if options.cuda_graph and not options.paged_attn:
-        raise RecipeError("--cuda-graph needs --paged-attn: dense attention has no fixed shapes to capture")
-    if not options.paged_attn:
-        return "dense"
-    best = get_rung(None, resolve_device(options.device))
-    return best if options.cuda_graph else replace(RECIPES[best], runner="eager")
 
 
 def make_engine(

@@ -119,25 +119,12 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--deterministic", action="store_true", help="bitwise equal logits in any batch; later rungs only")
     add = parser.add_argument_group("KV cache").add_argument
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
-    add(
-        "--num-kv-blocks",
-        **count(None),
-        help="KV blocks per layer; default: as the batch needs, capped by memory",
-    )
+    add("--num-kv-blocks", **count(None), help="per layer; default: as the requests need, capped by memory")
     add("--prefix-cache", **switch(None), help="reuse the KV of shared prefixes; default: if the rung can")
     add = parser.add_argument_group("several GPUs").add_argument
-    add(
-        "--tensor-parallel-size",
-        **count(1, high=MOST_RANKS),
-        help="GPUs that share the model; CPU: processes",
-    )
-    add(
-        "--all-reduce",
-        choices=recipe_choices()["all_reduce"],
-        default="library",
-        help="all-reduce of several GPUs",
-    )
-
+    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help="GPUs that share the model")
+    sums = recipe_choices()["all_reduce"]
+    add("--all-reduce", choices=sums, default="library", help="all-reduce of several GPUs")
     add = parser.add_argument_group("requests").add_argument
     add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
@@ -147,15 +134,12 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
     add("--pretok", **switch(False), help="tokenize before the clock starts")
     add = parser.add_argument_group("prompts").add_argument
-    add(
-        "--prompt-repeats",
-        **counts(Workload.prompt_repeats, MOST_TOKENS),
-        help="of the text; requests cycle through these",
-    )
+    repeats = "repeats of the text; requests cycle through these counts"
+    add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
     add(
         "--prompt-tokens",
         **count(Workload.prompt_tokens, high=MOST_TOKENS),
-        help="random token ids instead of text",
+        help="random ids instead of text",
     )
     shortest = "lengths uniform from N to the option without min-; default: all equal"
     add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
@@ -165,13 +149,7 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
     add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help="0 or -1: all tokens")
-    add(
-        "--top-p",
-        type=float,
-        default=Workload.top_p,
-        metavar="P",
-        help="probability of the tokens to sample from",
-    )
+    add("--top-p", type=float, default=Workload.top_p, metavar="P", help="1: all tokens")
     add("--seed", **count(0, low=0), help="of random ids, lengths and each request's sampling")
 
     add, config = parser.add_argument_group("scheduler").add_argument, SchedulerConfig

@@ -55,12 +55,7 @@ def check_served(outputs: list[RequestOutput]) -> None:
     """Raise ``RoseError`` if a request failed: a run with fewer tokens is no measurement."""
     for number, output in enumerate(outputs, 1):
         if output.finish_reason == "failed":
-            raise request_failed(number, len(outputs), output.error)
-
-
-def request_failed(number: int, n_requests: int, reason: object) -> RoseError:
-    """Return the error that ends a run; number: the request's, from 1."""
-    return RoseError(f"request {number} of {n_requests} failed: {reason}")
+            raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
 
 
 def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) -> dict[str, Any]:

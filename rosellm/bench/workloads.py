@@ -80,53 +80,50 @@ LOAD_FORMAT = "dummy"
 MODERN_MODEL = "Qwen/Qwen3-0.6B"  # default of the workloads without a fixed model
 
 _UNEQUAL = Workload("W8", 512, 512, 256, prompt_tokens=512, min_new_tokens=16, min_prompt_tokens=16)
-WORKLOADS: dict[str, Workload] = {
-    workload.id: workload
-    for workload in (
-        Workload("W0", num_requests=1, max_new_tokens=512, max_batch_size=1),
-        Workload("W1", num_requests=16, max_new_tokens=256, max_batch_size=8),
-        Workload("W2", num_requests=64, max_new_tokens=512, max_batch_size=64),
-        Workload("W3", num_requests=256, max_new_tokens=64, max_batch_size=256),
-        Workload("W4", 128, 128, max_batch_size=128, form="streaming", prompt_repeats=(1, 4)),
-        Workload("W5", 128, 128, max_batch_size=8, form="streaming", prompt_repeats=(1, 4)),
-        Workload("W6", num_requests=1024, max_new_tokens=256, max_batch_size=1024, prompt_tokens=128),
-        Workload("W7", num_requests=256, max_new_tokens=128, max_batch_size=256, prompt_tokens=512),
-        _UNEQUAL,
-        replace(_UNEQUAL, id="W9", temperature=0.6),
-        replace(_UNEQUAL, id="W10", temperature=0.8, top_k=50, top_p=0.9),
-        Workload("PFX", 512, 64, 256, prompt_tokens=32, shared_prefix_tokens=512, prefix_cache=True),
-    )
-}
+
+
+def _by_id(*workloads: Workload) -> dict[str, Workload]:
+    return {workload.id: workload for workload in workloads}
+
+
+WORKLOADS = _by_id(
+    Workload("W0", num_requests=1, max_new_tokens=512, max_batch_size=1),
+    Workload("W1", num_requests=16, max_new_tokens=256, max_batch_size=8),
+    Workload("W2", num_requests=64, max_new_tokens=512, max_batch_size=64),
+    Workload("W3", num_requests=256, max_new_tokens=64, max_batch_size=256),
+    Workload("W4", 128, 128, max_batch_size=128, form="streaming", prompt_repeats=(1, 4)),
+    Workload("W5", 128, 128, max_batch_size=8, form="streaming", prompt_repeats=(1, 4)),
+    Workload("W6", num_requests=1024, max_new_tokens=256, max_batch_size=1024, prompt_tokens=128),
+    Workload("W7", num_requests=256, max_new_tokens=128, max_batch_size=256, prompt_tokens=512),
+    _UNEQUAL,
+    replace(_UNEQUAL, id="W9", temperature=0.6),
+    replace(_UNEQUAL, id="W10", temperature=0.8, top_k=50, top_p=0.9),
+    Workload("PFX", 512, 64, 256, prompt_tokens=32, shared_prefix_tokens=512, prefix_cache=True),
+)
 
 # For any model with enough positions, in its own dtype.
-MODEL_WORKLOADS: dict[str, Workload] = {
-    workload.id: workload
-    for workload in (
-        Workload("D1", 1, 512, max_batch_size=1, prompt_tokens=1, model=None),
-        Workload("D8", 8, 256, max_batch_size=8, prompt_tokens=64, model=None),
-        Workload("D64", 64, 512, max_batch_size=64, prompt_tokens=1, model=None),
-        Workload("P512", 256, 128, max_batch_size=256, prompt_tokens=512, model=None),
-        Workload(
-            "MIX", 256, 1024, 256, prompt_tokens=1024, min_new_tokens=100, min_prompt_tokens=100, model=None
-        ),
-        Workload("L8K", 16, 256, max_batch_size=16, prompt_tokens=8192, model=None),
-        Workload("L32K", 1, 256, max_batch_size=1, prompt_tokens=32000, model=None),
-        Workload("PRE", 64, 1, max_batch_size=64, prompt_tokens=2048, model=None),
-        Workload("TTFT64", 1, 1, max_batch_size=1, prompt_tokens=64, model=None),
-        Workload("TTFT1K", 1, 1, max_batch_size=1, prompt_tokens=1024, model=None),
-    )
-}
+MODEL_WORKLOADS = _by_id(
+    Workload("D1", 1, 512, max_batch_size=1, prompt_tokens=1, model=None),
+    Workload("D8", 8, 256, max_batch_size=8, prompt_tokens=64, model=None),
+    Workload("D64", 64, 512, max_batch_size=64, prompt_tokens=1, model=None),
+    Workload("P512", 256, 128, max_batch_size=256, prompt_tokens=512, model=None),
+    Workload(
+        "MIX", 256, 1024, 256, prompt_tokens=1024, min_new_tokens=100, min_prompt_tokens=100, model=None
+    ),
+    Workload("L8K", 16, 256, max_batch_size=16, prompt_tokens=8192, model=None),
+    Workload("L32K", 1, 256, max_batch_size=1, prompt_tokens=32000, model=None),
+    Workload("PRE", 64, 1, max_batch_size=64, prompt_tokens=2048, model=None),
+    Workload("TTFT64", 1, 1, max_batch_size=1, prompt_tokens=64, model=None),
+    Workload("TTFT1K", 1, 1, max_batch_size=1, prompt_tokens=1024, model=None),
+)
 ALL_WORKLOADS = WORKLOADS | MODEL_WORKLOADS
 
 
 def get_workload(name: str, form: str) -> Workload:
     """Return the workload ``name``; raise ``RoseError`` unless the benchmark of ``form`` runs it."""
-    mine = [workload.id for workload in ALL_WORKLOADS.values() if workload.form == form]
-    if name not in ALL_WORKLOADS:
-        raise RoseError(f"workload {name!r} is unknown; benchmark_{form} runs {', '.join(mine)}")
-    workload = ALL_WORKLOADS[name]
-    if workload.form != form:
-        raise RoseError(
-            f"workload {name} is run by benchmark_{workload.form}; benchmark_{form} runs {', '.join(mine)}"
-        )
+    workload = ALL_WORKLOADS.get(name)
+    if workload is None or workload.form != form:
+        mine = ", ".join(workload.id for workload in ALL_WORKLOADS.values() if workload.form == form)
+        told = "is unknown" if workload is None else f"is run by benchmark_{workload.form}"
+        raise RoseError(f"workload {name!r} {told}; benchmark_{form} runs {mine}")
     return workload

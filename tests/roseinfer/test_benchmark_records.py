@@ -19,6 +19,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts
 from tests.roseinfer.test_benchmarks import (
     MODULES,
@@ -213,7 +214,7 @@ def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
 
 def test_a_naive_request_arrives_when_the_one_before_has_ended():
     prompts = random_prompts([4, 1, 9])
-    outputs = benchmark_scheduler.MODES["naive"](engine_for(), None).run(prompts, greedy(5))
+    outputs = benchmark_scheduler.MODES["naive"](OnlineScheduler(engine_for()), prompts, greedy(5))
     assert [output.prompt_token_ids for output in outputs] == prompts
     for before, output in zip(outputs, outputs[1:], strict=False):
         assert output.metrics.arrival >= before.metrics.token_times[-1]
@@ -273,9 +274,8 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
 
 def test_a_streaming_run_in_which_a_request_failed_is_refused():
     engine = engine_whose_second_request_fails()
-    with pytest.raises(RoseError) as raised:
+    with pytest.raises(RoseError, match=POISON):
         run_streaming_benchmark(Job(engine, [[1], [2], [3]], greedy(4)), StreamingLoad(), 0, 1)
-    assert str(raised.value) == REFUSED
 
 
 def test_submissions_keep_their_interval():
