@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import pytest
 
-from rosellm.ladder.museum import MUSEUM, STEPS
 from rosellm.ladder.rungs import CudaGraph
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
@@ -15,22 +14,18 @@ from rosellm.roseinfer.steps.resident import ResidentStep
 from tests.helpers import small_engine, uncached_greedy
 from tests.roseinfer.lattice import (
     BUDGET,
-    DETERMINISTIC_RUNGS,
     DEVICES,
     LEAST_LEAD,
     LONGEST_OUTPUT,
     MODELS,
-    MODERN_MODELS,
     ON_DEVICE,
     TOGETHER,
     Combination,
     Served,
     Witness,
     Workload,
-    all_values,
     allowed_values,
     alone,
-    axes_on,
     covering_array,
     parts,
     pieces_of,
@@ -184,24 +179,6 @@ def assert_idle(engine: Engine) -> None:
 def test_values_that_can_occur_together_do(device: str, n: int):
     found = {values for combination in covering_array(device, n) for values in values_of(combination, n)}
     assert found == set(allowed_values(device, n))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_cannot_occur_together_is_known(device: str):
-    """Rungs with a runner of their own or without a prefix cache, modes that need certain kernels, one kernel
-    of whole layers, the preemption of the only request."""
-    axes = axes_on(device)
-    names, missing = list(axes), set(all_values(axes, 2)) - set(allowed_values(device, 2))
-    found = {frozenset((names[axis], value) for axis, value in pair) for pair in missing}
-    runner_of = {rung: MUSEUM[rung].as_dict()["runner"] for rung in axes["rung"] if rung in MUSEUM}
-    other = {"eager": "graph", "graph": "eager"}
-    fast_only = [rung for rung in axes["rung"] if rung not in DETERMINISTIC_RUNGS]
-    expected = [{("rung", rung), ("runner", other[runner])} for rung, runner in runner_of.items()]
-    expected += [{("rung", rung), ("prefix_cache", True)} for rung in axes["rung"] if rung in STEPS]
-    expected += [{("rung", rung), ("deterministic", True)} for rung in fast_only]
-    expected += [{("rung", "persistent_kernel"), ("model", name)} for name in MODERN_MODELS]
-    assert found == {frozenset(pair) for pair in [*expected, {("composition", "alone"), ("forced", True)}]}
 
 
 def every_combination() -> list[Combination]:

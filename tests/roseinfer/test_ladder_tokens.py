@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
 from functools import cache
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from rosellm.errors import RecipeError, SamplingError
 from rosellm.ladder.museum import STEPS
 from rosellm.ladder.pools import TuplePool
-from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
@@ -147,19 +145,6 @@ def test_draws_by_temperature_beside_greedy_rows_are_those_of_the_resident_step(
     assert drawn(rung) == drawn("resident_step")
 
 
-@pytest.mark.slow
-@NO_GPU
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "rung",
-    [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", "reused_index_buffers", "one_table"],
-)
-def test_rungs_on_triton_in_the_interpreter_give_the_same_tokens(model, rung):
-    engine = small_engine(random_model(*MODELS[model]), recipe=rung, kernels="triton")
-    n = 2 if rung in TUNED else 4
-    assert generate(engine, PROMPTS[2:5], n) == [tokens[:n] for tokens in expected(model)[2:5]]
-
-
 def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> Tensor:
     """Logits ``[steps, B, V]`` of all steps when each row is fed its ``tokens``, whatever it would choose."""
     engine.prefill(sequences)
@@ -218,44 +203,6 @@ def test_two_engines_run_side_by_side(model, rungs, device):
     gpt = random_model(*MODELS[model]).to(device)
     a, b = (small_engine(gpt, recipe=rung) for rung in rungs)
     assert interleaved(a, b) == (truncated(expected(model)),) * 2
-
-
-def mutable_parts(root: object) -> dict[int, object]:
-    """Every container, tensor and changeable RoseLLM object reachable from ``root``, without the model."""
-    found, todo = {}, [root]
-    while todo:
-        part = todo.pop()
-        ours = type(part).__module__.startswith("rosellm")
-        if (
-            isinstance(part, Transformer)
-            or id(part) in found
-            or not (ours or isinstance(part, (*CONTAINERS, Tensor)))
-        ):
-            continue
-        if not (isinstance(part, tuple) or (is_dataclass(part) and type(part).__dataclass_params__.frozen)):
-            found[id(part)] = part
-        if isinstance(part, dict):
-            todo += part.values()
-        elif isinstance(part, CONTAINERS):
-            todo += part
-        elif ours:
-            todo += getattr(part, "__dict__", {}).values()
-    return found
-
-
-CONTAINERS = (list, dict, set, tuple)
-
-
-@pytest.mark.parametrize("rung", ON_TORCH)
-def test_two_engines_share_no_state_but_the_model(rung):
-    gpt = random_model(3)
-    a, b = (small_engine(gpt, recipe=rung, prefix_cache=rung not in STEPS) for _ in range(2))
-    for engine in (a, b):
-        generate(engine, PROMPTS, 3)
-    of_a, of_b = mutable_parts(a), mutable_parts(b)
-    assert any(isinstance(part, Tensor) for part in of_a.values())
-    assert a.blocks is of_a[id(a.blocks)] and a.step is of_a[id(a.step)]
-    assert not of_a.keys() & of_b.keys()
 
 
 def test_rows_past_the_batch_have_no_context_in_a_captured_run():

@@ -22,7 +22,6 @@ from rosellm.errors import (
     PromptError,
     RecipeError,
     RoseError,
-    SamplingError,
 )
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
@@ -31,7 +30,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, uncached_greedy
-from tests.soak.fake_step import POISON, call_before, fake_engine, poison, tokens_after
+from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters
 
 WORDS = "hello world, here is some text to learn from, with words and words"
@@ -128,10 +127,6 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.Mo
         assert (result.outputs[0].finish_reason, result.error) == ("length", None)
 
 
-def test_no_prompts_give_no_results(llm: LLM) -> None:
-    assert llm.generate([], use_tqdm=False) == []
-
-
 def test_default_parameters_sample_sixteen_tokens(llm: LLM) -> None:
     first, second = (llm.generate("hello", use_tqdm=False)[0].outputs[0] for _ in range(2))
     assert len(first.token_ids) == len(second.token_ids) == 16
@@ -194,42 +189,6 @@ def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(
             given.chat(messages, GREEDY, use_tqdm=False)
         assert "\n" not in str(caught.value)
         assert_idle(given)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "told"),
-    [
-        (None, "prompts is None"),
-        ({"a", "b"}, "give text"),
-        (["a", 7], "prompt 1 is 7"),
-        ([True], "prompt 0 is True"),
-        (["a", ""], "prompt 1: .*empty"),
-        ([""], "^the prompt is empty"),
-        ([[1], [1.5]], "prompt 1: token id 1.5"),
-        ([[1], [1] * 60], "prompt 1: 60 prompt tokens and 6 new ones"),
-    ],
-)
-def test_a_bad_prompt_is_named_before_anything_runs(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts, told: str
-) -> None:
-    ran = []
-    monkeypatch.setattr(llm.engine, "prefill", ran.append)
-    with pytest.raises(PromptError, match=told):
-        llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert ran == []
-
-
-@pytest.mark.parametrize("params", [[GREEDY], [GREEDY] * 3, "greedy", [GREEDY, None]])
-def test_parameters_must_be_one_or_one_each(llm: LLM, params) -> None:
-    with pytest.raises(SamplingError):
-        llm.generate(["a", "b"], params, use_tqdm=False)
-
-
-def test_progress_is_shown_only_if_wanted(llm: LLM, capsys: pytest.CaptureFixture) -> None:
-    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
-    assert capsys.readouterr().err == ""
-    llm.generate(["a", "b"], GREEDY)
-    assert "12/12" in capsys.readouterr().err
 
 
 def test_progress_counts_every_token_while_they_come_and_expects_no_more_than_can_come(
@@ -308,20 +267,6 @@ def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(ch
         assert manager.result(manager.add_request([5, 6], GREEDY), 60).outputs[0].text == wanted
     assert llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].text == wanted
     assert early.run([[5, 6]], GREEDY)[0].outputs[0].text == wanted
-
-
-def test_a_manager_is_refused_while_a_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = fake_llm(monkeypatch)
-    refused = []
-
-    def try_manager() -> None:
-        with pytest.raises(BusyError, match="LLM.generate"):
-            StreamingManager(llm)
-        refused.append(True)
-
-    call_before(llm.engine.step, try_manager)
-    llm.generate("b", GREEDY, use_tqdm=False)
-    assert refused
 
 
 def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rosellm import LLM, SamplingParams
-from rosellm.models.loading import load_parts
+from rosellm import SamplingParams
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -54,14 +53,6 @@ def test_ranks_give_the_greedy_tokens_of_one_for_prompts_of_mixed_lengths(pair):
 def test_requests_that_sample_in_every_way_together_get_the_tokens_of_one_rank(pair):
     expected, got = (tokens_of(run(engine, PROMPTS, WISHES)[1]) for engine in pair)
     assert got == expected
-
-
-@pytest.mark.slow
-def test_requests_of_one_kind_get_the_tokens_of_one_rank(pair):
-    """Each kind has a mode of its own."""
-    for wish in WISHES[1], WISHES[2], WISHES[4]:
-        expected, got = (tokens_of(run(engine, PROMPTS[:3], wish)[1]) for engine in pair)
-        assert got == expected
 
 
 @pytest.mark.slow
@@ -128,14 +119,6 @@ def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rung", ["fused_append", "fused_norm"])
-def test_a_rung_gives_the_tokens_of_one_rank(rung):
-    model = "rose-tiny-qwen3"
-    expected = tokens_of(run(alone(model, recipe=rung), PROMPTS[:4], GREEDY)[1])
-    assert tokens_of(run(ranks_of(model, 2, recipe=rung), PROMPTS[:4], GREEDY)[1]) == expected
-
-
 SIZES = {"n_heads": 8, "d_model": 64, "d_ff": 128, "vocab_size": 500, "n_positions": 256, "head_dim": 8}
 GROUPED = small_config(**MODERN | SIZES)
 
@@ -160,24 +143,6 @@ def test_the_kernels_give_the_tokens_of_one_rank(tmp_path):
     assert tokens_of(run(several, prompts, wish)[1]) == expected
 
 
-@pytest.mark.slow
-def test_an_llm_of_two_ranks_completes_text_as_one_of_one_rank_does():
-    texts, wish = ["import os\n", "def main("], replace(GREEDY, n=1)
-    answers = [
-        [output.outputs[0].text for output in llm.generate(texts, wish, use_tqdm=False)]
-        for llm in (LLM(device="cpu"), LLM(device="cpu", tensor_parallel_size=2))
-    ]
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.slow
-def test_dummy_weights_of_ranks_are_those_of_one():
-    prompts = PROMPTS[:3]
-    expected = tokens_of(run(alone("rose-tiny", load_format="dummy"), prompts, GREEDY)[1])
-    several = ranks_of("rose-tiny", 2, load_format="dummy")
-    assert tokens_of(run(several, prompts, GREEDY)[1]) == expected
-
-
 def test_every_rung_that_ranks_can_run_is_told_by_its_recipe():
     assert {name for name, recipe in LADDER.items() if _can(recipe)} == {
         *("fused_append", "fused_norm", "fused_gelu", "fused_head", "small_gemm"),
@@ -191,11 +156,6 @@ def _can(recipe) -> bool:
     except ValueError:
         return False
     return True
-
-
-def test_the_whole_of_a_loaded_model_is_itself():
-    model, _ = load_parts("rose-tiny", "cpu")
-    assert model.config is model.whole
 
 
 @pytest.mark.slow
