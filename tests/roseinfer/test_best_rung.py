@@ -11,8 +11,6 @@ import torch
 from rosellm.bench import benchmark_scheduler
 from rosellm.bench.job import choose_recipe
 from rosellm.errors import DeviceError, RecipeError
-from rosellm.lab.records import recordings
-from rosellm.lab.records.sizes import SIZES
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, best_rung, check_launch, get_rung
@@ -82,21 +80,6 @@ def test_the_benchmarks_take_the_best_rung_of_the_device_that_their_options_name
     assert choose_recipe(graph) == rung
     graph.device = "cpu"
     assert choose_recipe(graph) == BEST_RUNG
-
-
-def test_the_records_of_a_gpu_before_hopper_are_made_on_its_best_rung(gpu_of, monkeypatch):
-    gpu_of(8, 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(recordings, "get_model", lambda *_: None)
-    monkeypatch.setattr(recordings.experiments, "ledgers", lambda _model, rungs, *_: rungs)
-    monkeypatch.setattr(recordings.experiments, "step_grid", lambda _model, rung, *_: [rung])
-    monkeypatch.setattr(recordings.experiments, "cold_start", lambda *arguments: arguments[-1])
-    arguments = SimpleNamespace(size=SIZES["full"], model="gpt2", device="cuda", load_format="dummy")
-    assert recordings.ledger_w6(arguments) == ["small_gemm"]
-    assert recordings.cold_start(arguments) == {"rung": "small_gemm", "seconds": "small_gemm"}
-    grid = recordings.grid(arguments)
-    assert (grid["rung"], {*grid["rows"]}) == ("small_gemm", {"small_gemm"})
-    assert list(grid["few"]) == ["small_gemm", "split_kv"]
 
 
 def test_an_llm_tells_its_rung():

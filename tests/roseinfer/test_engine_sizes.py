@@ -43,22 +43,6 @@ def test_a_request_may_be_as_long_as_max_model_len_and_no_longer(rung):
         engine.make_sequence(prompt, SamplingParams(max_tokens=8))
 
 
-def test_without_max_model_len_the_models_positions_are_the_limit():
-    engine = small_engine(random_model(0))
-    assert engine.max_model_len == 64 and engine.num_kv_blocks == 16 * 8
-    with pytest.raises(PromptError, match="1 prompt tokens and 64 new ones exceed the model's 64 positions"):
-        engine.make_sequence([1], SamplingParams(max_tokens=64))
-
-
-def test_blocks_are_counted_for_max_model_len():
-    assert small_engine(random_model(0), max_model_len=20).num_kv_blocks == 16 * 3
-
-
-def test_where_memory_has_room_for_fewer_requests_there_are_fewer_blocks(room_for):
-    room_for(20)
-    assert small_engine(random_model(0)).num_kv_blocks == 20
-
-
 @pytest.mark.parametrize(("n_blocks", "fits"), [(7, 56), (1, 8)])
 def test_where_one_request_has_no_room_the_longest_that_fits_is_told_and_fits(room_for, n_blocks, fits):
     room_for(n_blocks)
@@ -113,11 +97,6 @@ def test_on_a_gpu_the_share_is_of_all_its_memory_less_what_is_used_and_will_be(m
     blocks = kv_blocks_within_memory(gpt, 1 << 60, BLOCK, 16, utilization)
     held = blocks * BLOCK * gpt.config.kv_bytes_per_token(4)
     assert utilization * total - used - (2 << 30) < held < utilization * total - used - (1 << 30)
-
-
-def test_a_share_smaller_than_the_weights_leaves_no_block(monkeypatch):
-    use_memory(monkeypatch, FakeMemory(100 << 30, held=lambda: 10 << 30))
-    assert kv_blocks_within_memory(FakeGPU(), 50, BLOCK, 16, 0.05) == 0
 
 
 def test_a_measured_need_is_left_free_and_measured_only_where_it_may_matter(monkeypatch):

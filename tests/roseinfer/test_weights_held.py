@@ -13,7 +13,6 @@ from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.layers import fused
 from rosellm.roseinfer.recipe import LADDER
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
@@ -65,20 +64,3 @@ def test_an_engine_holds_the_weights_once(arch: Arch, rung: str, device: str):
     weights = weights_of(arch)
     assert weights > 100e6
     assert weights <= beside_its_cache(rung, arch, torch.device(device)) <= MOST * weights + BUFFERS
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("projection", ["qkv", "up", "down"])
-@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES)
-def test_a_second_copy_of_one_projection_would_be_noticed(
-    arch: Arch, projection: str, device: str, monkeypatch: pytest.MonkeyPatch
-):
-    class Copied(fused.SomeRowsProducts):
-        def __init__(self, model: Transformer, kernels) -> None:
-            super().__init__(model, kernels)
-            self.copies = [getattr(block, projection).weight.clone() for block in model.blocks]
-
-    monkeypatch.setattr(fused, "SomeRowsProducts", Copied)
-    assert beside_its_cache("split_kv", arch, torch.device(device)) > MOST * weights_of(arch) + BUFFERS
