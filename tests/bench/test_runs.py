@@ -1,0 +1,205 @@
+"""What the benchmarks' runs measure, whatever the rung, the mode, or the variant of the KV append."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rosellm.bench import benchmark_kv_append as append, benchmark_scheduler
+from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.benchmark_streaming import StreamingLoad, run_streaming_benchmark
+from rosellm.bench.job import SPARE_KV_BLOCKS, Job, kv_blocks_wanted
+from rosellm.errors import PromptError, RoseError
+from rosellm.models.tokenizer import load_dummy_tokenizer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.table import TORCH
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from tests.helpers import random_model, random_prompts, small_engine
+from tests.soak.fake_step import POISON, fake_engine, poison
+from tests.soak.streaming_driver import Letters
+
+
+def engine_for(**options) -> Engine:
+    return small_engine(random_model(0), **options)
+
+
+def streaming_engine() -> Engine:
+    """A small random model with the shipped tokenizer's stand-in, which can decode any id."""
+    gpt = random_model(0)
+    return small_engine(gpt, tokenizer=load_dummy_tokenizer(gpt.config))
+
+
+def greedy(n: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+def test_the_kv_cache_holds_what_runs_together_and_no_more():
+    gpt = random_model(0)  # 64 positions
+    argv = ["--num-requests=100", "--max-batch-size=3", "--max-new-tokens=20", "--block-size=8"]
+    options = benchmark_scheduler.BENCHMARK.parse_options(argv)
+    assert kv_blocks_wanted(options, gpt, longest_prompt=10) == 3 * 4 + SPARE_KV_BLOCKS
+    assert kv_blocks_wanted(options, gpt, longest_prompt=10_000) == 3 * 8 + SPARE_KV_BLOCKS
+
+
+@pytest.mark.parametrize(("mode", "decode_steps"), [("naive", 5 * 4), ("offline", 3 * 4), ("online", 3 * 4)])
+def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
+    job = Job(engine_for(), random_prompts([3, 5, 2, 9, 4]), greedy(5), SchedulerConfig(max_batch_size=2))
+    result = run_scheduler_benchmark(job, 1, 2, mode)
+    for repeat in result["repeats"]:
+        assert (repeat["completion_tokens"], repeat["decode_tokens"]) == (25, 20)
+        assert repeat["decode_steps"] == decode_steps
+        assert repeat["decode_throughput_tok_s"] == 20 / repeat["decode_time_s"]
+        assert repeat["total_throughput_tok_s"] == 25 / repeat["total_time_s"]
+        assert repeat["decode_time_s"] + repeat["prefill_time_s"] <= repeat["total_time_s"]
+        assert repeat["decode_step_mean_s"] * decode_steps == pytest.approx(repeat["decode_time_s"])
+    assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
+
+
+def test_a_naive_request_arrives_when_the_one_before_has_ended():
+    prompts = random_prompts([4, 1, 9])
+    outputs = benchmark_scheduler.MODES["naive"](OnlineScheduler(engine_for()), prompts, greedy(5))
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    for before, output in zip(outputs, outputs[1:], strict=False):
+        assert output.metrics.arrival >= before.metrics.token_times[-1]
+
+
+def test_rungs_and_modes_and_streaming_give_one_digest():
+    prompts = random_prompts([3, 9, 5])
+    runs = [
+        run_scheduler_benchmark(Job(engine_for(recipe=rung), prompts, greedy(6)), 0, 1, mode)
+        for rung, mode in (("dense", "naive"), ("dense", "online"), (BEST_RUNG, "offline"))
+    ]
+    runs.append(run_streaming_benchmark(Job(streaming_engine(), prompts, greedy(6)), StreamingLoad(), 0, 1))
+    assert len({run["repeats"][0]["tokens_sha256"] for run in runs}) == 1
+
+
+def test_one_token_a_request_leaves_decode_figures_without_value():
+    result = run_scheduler_benchmark(Job(engine_for(), random_prompts([3]), greedy(1)), 0, 1)
+    for figure in ("decode_throughput_tok_s", "tpot_p50_s"):
+        assert result["repeats"][0][figure] is None and figure not in result["medians"]
+
+
+def test_every_run_starts_with_an_empty_prefix_cache():
+    engine = engine_for(prefix_cache=True)
+    run_scheduler_benchmark(Job(engine, random_prompts([20, 20]), greedy(3), SchedulerConfig()), 1, 2)
+    assert engine.prefix_cache.hits == 0
+
+
+def test_a_refused_prompt_ends_a_streaming_run_at_once():
+    engine = streaming_engine()
+    with pytest.raises(PromptError, match="exceed the model's 64 positions"):
+        run_streaming_benchmark(Job(engine, random_prompts([3, 60]), greedy(20)), StreamingLoad(), 0, 1)
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+@pytest.mark.parametrize("mode", [*benchmark_scheduler.MODES, "streaming"])
+def test_a_run_in_which_a_request_failed_is_refused(mode):
+    engine = fake_engine(3, num_kv_blocks=30, tokenizer=Letters())
+    poison(engine, 2)
+    job = Job(engine, [[1], [2], [3]], greedy(4))
+    with pytest.raises(
+        RoseError, match=POISON if mode == "streaming" else f"request 2 of 3 failed: {POISON}"
+    ):
+        if mode == "streaming":
+            run_streaming_benchmark(job, StreamingLoad(), 0, 1)
+        else:
+            run_scheduler_benchmark(job, 0, 1, mode)
+
+
+def test_submissions_keep_their_interval():
+    job, load = (
+        Job(streaming_engine(), random_prompts([3] * 3), greedy(2)),
+        StreamingLoad(times=(0, 0.05, 0.1)),
+    )
+    assert run_streaming_benchmark(job, load, 0, 1)["repeats"][0]["total_time_s"] >= 0.1
+
+
+# The KV append.
+
+
+@pytest.mark.slow
+def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    shape = ["--num-heads=2", "--head-dim=8", "--block-size=4", "--repeats=2", "--device=cpu"]
+    assert append.main(["--batch-sizes=8,16", *shape, f"--json={path}"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    wanted = [(batch, variant) for batch in (8, 16) for variant in append.VARIANTS]
+    assert [(row["batch_size"], row["variant"]) for row in rows] == wanted
+    assert all(len(row["repeats_s"]["wall"]) == 2 and row["floor_s"] > 0 for row in rows)
+    forms = [r"KV append, torch kernels, cpu, torch\.float32", r"Copy bandwidth: \d+\.\d GB/s"]
+    times = r"baseline \d+\.\d\dus, triton \d+\.\d\dus, speedup \d+\.\d{3}x"
+    forms += [f"B={batch}: {times}" for batch in (8, 16)]
+    lines = capsys.readouterr().out.splitlines()
+    assert all(map(re.fullmatch, forms, lines)) and len(lines) == 2 + 2 + 1 + len(rows)
+
+
+def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_time_if_known():
+    times = {(8, "index_put"): 9e-5, (8, "generic"): 3e-5, (16, "index_put"): 12.0, (16, "generic"): 1.0}
+    rows = [
+        {"batch_size": batch, "variant": variant, "medians_s": {"wall": seconds}, "floor_s": 1e-6}
+        for (batch, variant), seconds in times.items()
+    ]
+    assert append.gain_line(rows[:2]) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
+    assert [line.split() for line in append.table(rows)[1:]] == [
+        ["8", "index_put", "90.00", "1.00x", "1.00"],
+        ["8", "generic", "30.00", "3.00x", "1.00"],
+        ["16", "index_put", "12000000.00", "1.00x", "1.00"],
+        ["16", "generic", "1000000.00", "12.00x", "1.00"],
+    ]
+    for row in rows:
+        row["medians_s"]["device_rotating"] = 19e-6
+    assert append.gain_line(rows[:2]) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
+
+
+def append_shape(dtype: torch.dtype) -> append.Shape:
+    return append.Shape(6, 2, 8, 4, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_append_sets_share_no_slot(dtype):
+    sets = append.make_operands(append_shape(dtype), n_sets=9)
+    slots = {(id(s.caches), block, s.pos) for s in sets for block in s.block_idx.tolist()}
+    assert len(slots) == 9 * 6
+    for variant in append.VARIANTS:
+        append.check_variant(variant, sets[-1], TORCH, append_shape(dtype))
+
+
+@pytest.mark.parametrize("variant", append.VARIANTS[1:])
+def test_a_wrong_append_is_not_timed(variant):
+    def one_slot_off(spec):
+        return lambda **operands: spec(**(operands | {"pos": operands["pos"] - 1}))
+
+    shape = append_shape(torch.float32)
+    names = ("kv_append", "kv_append_full_batch", "kv_append_identity_pos")
+    wrong = replace(TORCH, **{name: one_slot_off(getattr(TORCH, name)) for name in names})
+    operands = append.make_operands(shape, n_sets=2)[-1]
+    with pytest.raises(AssertionError, match=f"{variant} at batch 6: k_cache_layer differs"):
+        append.check_variant(variant, operands, wrong, shape)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_appends_are_timed_on_the_device(tmp_path):
+    path = tmp_path / "record.json"
+    assert append.main(["--batch-sizes", "8", "--repeats", "3", "--json", str(path)]) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["repeats_s"].keys() == {"wall", "device_rotating", "device_same"}
+        assert all(0 < seconds < 1e-3 for seconds in row["repeats_s"]["device_rotating"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", LADDER)
+def test_on_a_gpu_every_rung_is_measured_and_the_tokens_agree(rung, tmp_path):
+    path = tmp_path / "record.json"
+    sizes = "--num-requests 4 --max-new-tokens 8 --repeat-runs 2 --dtype float32"
+    arguments = f"{sizes} --device cuda --rung {rung} --json {path}"
+    assert benchmark_scheduler.main(arguments.split()) == 0
+    record = json.loads(path.read_text())
+    repeats = record["results"]["online"]["repeats"]
+    assert record["environment"]["driver"] and repeats[0]["peak_gpu_memory_bytes"] > 0
+    assert len({repeat["tokens_sha256"] for repeat in repeats}) == 1
