@@ -67,10 +67,23 @@ class Report:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the scheduler; the driver knows the first ``told`` of its tokens."""
+    """A request in the scheduler; the driver knows the first ``n_reported`` of its tokens."""
 
     sequence: Sequence
-    told: int
+    n_reported: int
+
+    def gain(self) -> Gain | None:
+        """Return what is new since the last report, or None."""
+        sequence, known = self.sequence, self.n_reported
+        tokens, times = sequence.tokens[known:], sequence.metrics.token_times
+        if not tokens and not sequence.is_finished:
+            return None
+        self.n_reported += len(tokens)
+        logprobs = None if sequence.logprobs is None else sequence.logprobs[known - sequence.n_prompt :]
+        ending = sequence.finish_reason, sequence.error
+        return Gain(
+            tokens, times[len(times) - len(tokens) :], logprobs, *ending, sequence.metrics.preemptions
+        )
 
 
 class Replica:
@@ -87,9 +100,8 @@ class Replica:
 
     def load(self, config: SchedulerConfig) -> Facts:
         """Load the engine and serve within the limits of ``config``. Raises as ``load_engine`` does."""
-        return self.take(
-            config, load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
-        )
+        engine = load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
+        return self.take(config, engine)
 
     def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
         """Serve with ``engine``."""
@@ -109,45 +121,24 @@ class Replica:
         """Begin orders, cancel requests, and run for ``seconds`` or until no request is left."""
         scheduler = self._scheduler
         for order in orders:
-            self._begin(order)
+            sequence = scheduler.engine.make_sequence(order.prompt, order.params)
+            sequence.resume(order.known, order.logprobs)
+            scheduler.submit(sequence)
+            self._running[order.request_id] = _Running(sequence, len(sequence.tokens))
         for request_id in cancelled:
             self._cancel(request_id)
         with frozen_heap():
             until = perf_counter() + seconds
             while scheduler.has_unfinished and perf_counter() < until:
                 scheduler.step()
-        return self._report()
-
-    def _begin(self, order: Order) -> None:
-        sequence = self._scheduler.engine.make_sequence(order.prompt, order.params)
-        sequence.resume(order.known, order.logprobs)
-        self._scheduler.submit(sequence)
-        self._running[order.request_id] = _Running(sequence, len(sequence.tokens))
+        gains = {i: gain for i, running in self._running.items() if (gain := running.gain()) is not None}
+        for request_id, gain in gains.items():
+            if gain.finish_reason is not None:
+                scheduler.take_result(self._running.pop(request_id).sequence.request_id)
+        return Report(perf_counter(), gains)
 
     def _cancel(self, request_id: int) -> None:
         running = self._running.pop(request_id, None)
         if running is not None:  # it may have ended before the driver knew
             self._scheduler.cancel(running.sequence.request_id)
             self._scheduler.take_result(running.sequence.request_id)
-
-    def _report(self) -> Report:
-        moved = {
-            request_id: running
-            for request_id, running in self._running.items()
-            if len(running.sequence.tokens) > running.told or running.sequence.is_finished
-        }
-        report = Report(perf_counter(), {request_id: _gain(running) for request_id, running in moved.items()})
-        for request_id, running in moved.items():
-            running.told = len(running.sequence.tokens)
-            if running.sequence.is_finished:
-                del self._running[request_id]
-                self._scheduler.take_result(running.sequence.request_id)
-        return report
-
-
-def _gain(running: _Running) -> Gain:
-    sequence, told = running.sequence, running.told
-    tokens, times = sequence.tokens[told:], sequence.metrics.token_times
-    logprobs = None if sequence.logprobs is None else sequence.logprobs[told - sequence.n_prompt :]
-    ending = sequence.finish_reason, sequence.error
-    return Gain(tokens, times[len(times) - len(tokens) :], logprobs, *ending, sequence.metrics.preemptions)

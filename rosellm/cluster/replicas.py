@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from rosellm.cluster.replica import SLICE_S, STREAMING_SLICE_S, Replica
 from rosellm.cluster.router import Router
-from rosellm.cluster.runtime import Places, Runtime
+from rosellm.cluster.runtime import Runtime
 from rosellm.cluster.scheduler import ReplicaScheduler
 from rosellm.cluster.seats import Seats
 from rosellm.errors import OptionError, RoseError, describe
@@ -66,7 +66,8 @@ class Replicas(Owned):
             device = options["device"] if options["device"] != "auto" else runtime.device()
             places = runtime.reserve("GPU" if device == "cuda" else "CPU", n, n_ranks)
             ending.callback(places.free)
-            self.seats = Seats(runtime.ray, n, _maker(places, model, n_ranks, options | {"device": device}))
+            of_each = model, n_ranks, options | {"device": device}
+            self.seats = Seats(runtime.ray, n, lambda index: places.actor(index, Replica, *of_each))
             ending.callback(self.seats.end)
             self._facts = self.seats.load_all()
         except BaseException:
@@ -130,11 +131,6 @@ class Replicas(Owned):
             return run_all(scheduler, prompts, params, progress)
         finally:
             self.disown(scheduler)
-
-
-def _maker(places: Places, model: str, n_ranks: int, options: dict[str, Any]) -> Callable[[int], Any]:
-    """Return a function that starts the actor of place ``index``."""
-    return lambda index: places.actor(index, Replica, model, n_ranks, options)
 
 
 def check_replicas(n: int) -> None:

@@ -6,11 +6,10 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
 from typing import Any
+from unittest.mock import patch
 
 from rosellm.errors import ClusterError, DeviceError, describe
 
@@ -34,7 +33,7 @@ HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5
 SETTINGS_FRAME = 4
 
 _lock = RLock()  # reentrant: a dropped LLM may be collected, and leave, at any time
-_users = 0  # shares in a runtime that this process started or joined here
+_users: set[Runtime] = set()  # shares in a runtime that this process started or joined here
 
 
 def import_ray() -> Any:
@@ -65,28 +64,26 @@ class Runtime:
     def __init__(
         self, address: str | None, n_actors: int = 1, environment: dict[str, Any] | None = None
     ) -> None:
-        global _users
         self.ray = import_ray()
-        self._left = False
         with _lock:
-            self._is_user = _users > 0 or not self.ray.is_initialized()
-            _users += self._is_user
-        try:
-            self._join(address, n_actors, environment)
-        except BaseException:
-            self.leave()
-            raise
+            if _users or not self.ray.is_initialized():
+                _users.add(self)
+            try:
+                if not self.ray.is_initialized():
+                    _connect(self.ray, address, n_actors, environment)
+                elif address not in (None, "auto"):
+                    self._check_same(address)
+            except BaseException:
+                self.leave()
+                raise
 
     def leave(self) -> None:
         """Release the share; may be called again."""
-        global _users
         with _lock:
-            if self._left or not self._is_user:
-                return
-            self._left = True
-            _users -= 1
-            if not _users and self.ray.is_initialized():
-                self.ray.shutdown()
+            if self in _users:
+                _users.remove(self)
+                if not _users and self.ray.is_initialized():
+                    self.ray.shutdown()
 
     def check_running(self) -> None:
         """Raise ``ClusterError`` if Ray has been shut down."""
@@ -111,16 +108,9 @@ class Runtime:
             raise DeviceError(f"{needs}; {free} of the Ray cluster's {there} are free")
         return places
 
-    def _join(self, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
-        with _lock:
-            if not self.ray.is_initialized():
-                _connect(self.ray, address, n_actors, environment)
-            elif address is not None:
-                self._check_same(address)
-
-    def _check_same(self, address: str) -> None:
+    def _check_same(self, address: Any) -> None:
         joined = self.ray.get_runtime_context().gcs_address
-        if address != "auto" and _host_and_port(address) != _host_and_port(joined):
+        if _host_and_port(address) != _host_and_port(joined):
             raise ClusterError(
                 f"Ray is connected to {joined} in this process and cannot also join {describe(address)}"
             )
@@ -152,18 +142,15 @@ class Places:
 
 
 def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
+    """Join the cluster at ``address``, or start a local one for None. Raises ``ClusterError``."""
     if address is not None:
         _check_answers(address)
         return _init(ray, address=address, runtime_env=environment)
-    with _local_settings(ray):
-        _init(
-            ray,
-            address="local",
-            num_cpus=max(n_actors, os.cpu_count() or 1),
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-            _system_config=SYSTEM,
-        )
+    cpus = max(n_actors, os.cpu_count() or 1)
+    sizes = {"num_cpus": cpus, "object_store_memory": STORE_BYTES, "_system_config": SYSTEM}
+    constants = ray._private.ray_constants  # noqa: SLF001 (Ray read the environment on import)
+    with patch.dict(os.environ, LOCAL), patch.object(constants, "ENABLE_RAY_CLUSTER", False):
+        _init(ray, address="local", include_dashboard=False, **sizes)
 
 
 def _init(ray: Any, **options: Any) -> None:
@@ -174,29 +161,19 @@ def _init(ray: Any, **options: Any) -> None:
         raise ClusterError(f"Ray cannot be used: {_first_line(error)}{of_token}") from error
 
 
-@contextmanager
-def _local_settings(ray: Any) -> Iterator[None]:
-    """Set the environment for starting a local cluster, and the constant Ray derived from it on import."""
-    before = {name: os.environ.get(name) for name in LOCAL}
-    constants = ray._private.ray_constants  # noqa: SLF001
-    was, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    os.environ.update(LOCAL)
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = was
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 def _check_answers(address: str) -> None:
-    """Raise ``ClusterError`` unless a server at ``address`` answers like a Ray head.
+    """Raise ``ClusterError`` unless a server at ``address`` opens HTTP/2, as a Ray head's gRPC does.
 
     Ray itself would retry for a minute and then end the process.
     """
     where = _found() if address == "auto" else address
-    host, port = _host_and_port(where)
-    if not _speaks_http2(host, port):
+    try:
+        with socket.create_connection(_host_and_port(where), ANSWERS_WITHIN_S) as connection:
+            connection.sendall(HTTP2_HELLO)
+            frame = connection.recv(4)
+    except OSError:
+        frame = b""
+    if len(frame) < 4 or frame[3] != SETTINGS_FRAME:
         raise ClusterError(f"no Ray cluster answers at {describe(where)} within {ANSWERS_WITHIN_S:g} s")
 
 
@@ -219,17 +196,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
             f"the Ray address is {describe(address)}; give 'auto', or the host:port of a Ray head"
         )
     return host.strip("[]"), int(port)
-
-
-def _speaks_http2(host: str, port: int) -> bool:
-    """Return whether a server there opens HTTP/2, as gRPC servers do."""
-    try:
-        with socket.create_connection((host, port), ANSWERS_WITHIN_S) as connection:
-            connection.sendall(HTTP2_HELLO)
-            frame = connection.recv(4)
-    except OSError:
-        return False
-    return len(frame) == 4 and frame[3] == SETTINGS_FRAME
 
 
 def _first_line(error: BaseException) -> str:

@@ -69,7 +69,9 @@ class ReplicaScheduler:
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by ``Replicas.make_sequence``, and update it from now on."""
         if not self._has_begun:
-            self._begin()
+            self._has_begun = True
+            self._router.clear()
+            self._seats.begin(self._config)
         sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
         size = self._fleet.mark_size
@@ -86,9 +88,9 @@ class ReplicaScheduler:
         """
         if not self.requests:
             return []
-        self._give()
-        heard = self._seats.hear(self._patience_s)
-        return [] if heard is None else self._take(*heard)
+        self._send()
+        answered = self._seats.next_answer(self._patience_s)
+        return [] if answered is None else self._take(*answered)
 
     def cancel(self, request_id: int) -> bool:
         """See ``OnlineScheduler.cancel``."""
@@ -120,12 +122,7 @@ class ReplicaScheduler:
             _raise_unknown(request_id)
         return self.finished.pop(request_id)
 
-    def _begin(self) -> None:
-        self._has_begun = True
-        self._router.clear()
-        self._seats.begin(self._config)
-
-    def _give(self) -> None:
+    def _send(self) -> None:
         """Send the requests that the router assigns, and keep every replica with requests busy."""
         for index, request_id in self._router.assign():
             self._seats[index].orders.append(_order(self.requests[request_id]))

@@ -63,15 +63,16 @@ class Seats:
 
     def load_all(self) -> Facts:
         """Start all replicas and wait until they are loaded. Raises ``ClusterError``, or the load's error."""
+        errors = self._ray.exceptions
         for seat in self._seats:
             self._start(seat)
         try:
             found = self._ray.get([seat.calls.popleft() for seat in self._seats], timeout=LOADS_WITHIN_S)
-        except self._ray.exceptions.RayTaskError as error:
+        except errors.RayTaskError as error:
             raise _raised(error) from None
-        except self._ray.exceptions.GetTimeoutError:
+        except errors.GetTimeoutError:
             raise ClusterError(f"the replicas did not load within {LOADS_WITHIN_S:g} s") from None
-        except self._ray.exceptions.RayError as error:
+        except errors.RayError as error:
             raise ClusterError(f"a replica died while loading: {_line(error)}") from None
         for seat, facts in zip(self._seats, found, strict=True):
             seat.facts = facts
@@ -97,7 +98,7 @@ class Seats:
             seat.calls.append(seat.actor.advance.remote(seat.orders, seat.cancelled, seconds))
             seat.forget()
 
-    def hear(self, within_s: float) -> tuple[Seat, Facts | Report | Death] | None:
+    def next_answer(self, within_s: float) -> tuple[Seat, Facts | Report | Death] | None:
         """Return a replica and the answer to its earliest call, or None after ``within_s`` seconds.
 
         Raises ``ClusterError`` if no replica has been live for ``LOADS_WITHIN_S``.
@@ -115,7 +116,7 @@ class Seats:
 
         Raises ``ClusterError`` if every replica has.
         """
-        self._hear_out(seat.calls)
+        self._fetch_done(seat.calls)
         self._ray.kill(seat.actor)
         seat.actor = seat.facts = None
         seat.calls.clear()
@@ -141,7 +142,7 @@ class Seats:
         seat.actor = self._make(seat.index)
         seat.calls.append(seat.actor.load.remote(self._config))
 
-    def _hear_out(self, calls: deque[Any]) -> None:
+    def _fetch_done(self, calls: deque[Any]) -> None:
         """Fetch answered calls, since Ray prints the errors of calls whose results are never fetched."""
         for call in self._ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []:
             with suppress(self._ray.exceptions.RayError):
