@@ -94,10 +94,6 @@ class Replicas(Owned):
     def rung(self) -> str | None:
         return self._facts.rung
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """See ``Engine.encode``."""
-        return self.encode_many([prompt])[0]
-
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
         """See ``Engine.encode_many``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
