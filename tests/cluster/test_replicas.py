@@ -27,13 +27,10 @@ from rosellm.errors import (
 )
 from rosellm.lab.running.interruption import is_running
 from rosellm.models.checkpoint import checkpoint_folder
-from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
+from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.roseinfer.ranks import program
-
-stream_with_a_death = load_exhibit("replica_runs").stream_with_a_death
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
@@ -83,27 +80,20 @@ class Bar:
     def __exit__(self, *_exception: object) -> None: ...
 
 
-def actors() -> set[int]:
-    """Processes of replicas on the cluster, which is this process's child."""
-    commands = commands_below(os.getpid())
-    return {pid for pid, command in commands.items() if command and command[0].startswith("ray::Replica")}
-
-
-def commands_below(pid: int) -> dict[int, list[str]]:
-    """Of all processes that descend from one and live, by process id; none if that has ended itself."""
+def commands_below(pid: int) -> dict[int, str]:
+    """The command lines of all living descendants of a process, by process id."""
     found = {}
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = process.cmdline()
+                    found[process.pid] = " ".join(process.cmdline())
     return found
 
 
-def settled() -> set[int]:
-    """The two of ``llm``, once each is there."""
-    until(lambda: len(actors()) == 2)
-    return actors()
+def actors() -> set[int]:
+    """Processes of replicas on the cluster, which is this process's child."""
+    return {pid for pid, command in commands_below(os.getpid()).items() if command.startswith("ray::Replica")}
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -111,6 +101,12 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert monotonic() < end
         sleep(0.05)
+
+
+def settled() -> set[int]:
+    """The two of ``llm``, once each is there."""
+    until(lambda: len(actors()) == 2)
+    return actors()
 
 
 @pytest.fixture(scope="module")
@@ -125,17 +121,11 @@ def assert_answers(llm: LLM, expected: list[RequestOutput]) -> None:
 def assert_same(outputs, expected) -> None:
     assert outputs == expected
     for output, other in zip(outputs, expected, strict=True):
-        assert (output.prompt, output.text) == (other.prompt, other.text)
-        assert len(output.outputs) == len(other.outputs)
-        for own, its in zip(output.outputs, other.outputs, strict=True):
-            assert (own.token_ids, own.text, own.finish_reason) == (
-                its.token_ids,
-                its.text,
-                its.finish_reason,
-            )
+        assert (output.prompt, output.outputs) == (other.prompt, other.outputs)
+        assert [own.text for own in output.outputs] == [own.text for own in other.outputs]
 
 
-def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, expected):
+def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, expected, capfd):
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_same(outputs, expected)
     assert [len(output.outputs) for output in outputs] == [1, 3, 1, 1, 1, 1]
@@ -145,24 +135,13 @@ def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, 
             assert logprob.logprob == pytest.approx(others[token].logprob, abs=1e-4)
             assert logprob.decoded_token == others[token].decoded_token
     assert 0 < outputs[0].metrics.ttft <= outputs[0].metrics.latency < 60
-    assert llm.rung == one.rung
+    assert llm.rung == one.rung and llm.generate([], use_tqdm=False) == []
+    unseeded = llm.generate(["def "] * 3, SamplingParams(max_tokens=12))
+    assert len({tuple(output.token_ids) for output in unseeded}) == 3
+    assert "100%" in capfd.readouterr().err  # the bar
 
 
-def test_unseeded_requests_draw_differently_each_time(llm):
-    first, second = llm.generate(["def "] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
-    (third,) = llm.generate("def ", SamplingParams(max_tokens=12), use_tqdm=False)
-    assert len({tuple(output.token_ids) for output in (first, second, third)}) == 3
-
-
-def test_no_prompts_give_no_results_and_the_bar_counts_every_token(llm, capfd):
-    assert llm.generate([], use_tqdm=False) == []
-    llm.generate("import", SamplingParams(max_tokens=7, ignore_eos=True))
-    assert "100%" in capfd.readouterr().err
-
-
-def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_once(
-    llm, one, expected, monkeypatch
-):
+def test_a_replica_killed_in_mid_run_is_replaced_and_all_are_answered_once(llm, one, expected, monkeypatch):
     victim, other = settled()
     counted = []
 
@@ -182,18 +161,13 @@ def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_on
     assert_answers(llm, expected)
 
 
-def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
-    llm, expected, monkeypatch
-):
+def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_restarts(llm, expected, monkeypatch):
     monkeypatch.setattr(seats_module, "MOST_DEATHS", 0)
     for victim in settled():
         os.kill(victim, signal.SIGKILL)
     with pytest.raises(ClusterError, match="all 2 replicas have died 1 times; the last one: ") as told:
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert str(told.value).endswith(
-        "The actor died unexpectedly before finishing this task. (see Ray's logs)"
-    )
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(told.value) and str(told.value).endswith("this task. (see Ray's logs)")
     with monkeypatch.context() as patch:
         patch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
         with pytest.raises(ClusterError, match="all replicas have died, and none came back within 0.05 s"):
@@ -230,31 +204,6 @@ def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile
     assert victim not in settled()
 
 
-def test_the_notebook_s_streams_survive_a_death_in_their_midst(llm, one):
-    settled()
-    params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
-    streamed = stream_with_a_death(llm, PROMPTS, params, after_tokens=60)
-    assert streamed.texts == [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
-    assert 3 <= streamed.n_moved <= len(PROMPTS)  # all, if the other is not back yet from an earlier test
-    assert streamed.pieces_s[0] < streamed.killed_s < streamed.pieces_s[-1]
-    with pytest.raises(RoseError, match="only a replica can be killed; give an LLM with data_parallel_size"):
-        stream_with_a_death(one, PROMPTS, params, 1)
-
-
-def test_a_cancelled_stream_ends_soon_and_a_closed_manager_leaves_the_replicas_free(llm, expected):
-    endless = SamplingParams(max_tokens=500, ignore_eos=True)
-    with StreamingManager(llm) as manager:
-        cancelled, running = (manager.add_request("def ", endless) for _ in range(2))
-        stream = manager.stream_text(cancelled)
-        text = next(stream)
-        assert manager.cancel(cancelled)
-        assert text + "".join(stream) == manager.result(cancelled, timeout=10).text
-        assert manager.result(cancelled).finish_reason == "cancelled"
-    with pytest.raises(ClosedError):
-        manager.result(running, timeout=10)
-    assert_answers(llm, expected)
-
-
 def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
     before = settled()
     pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, **eval(f"dict({REPLICAS_OF_RANKS})"))
@@ -276,7 +225,7 @@ def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_
 def other_ranks(replicas: set[int]) -> set[int]:
     """Process ids of the ranks that the replicas' first ones have started."""
     below = [item for pid in replicas for item in commands_below(pid).items()]
-    return {pid for pid, command in below if "spawn_main" in " ".join(command)}
+    return {pid for pid, command in below if "spawn_main" in command}
 
 
 def test_bad_requests_are_refused_before_anything_runs(llm, one):
@@ -334,7 +283,7 @@ def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match=told):
         patch.setattr(runtime, "FREE_WITHIN_S", 0.5)
         LLM(device="cpu", data_parallel_size=3, tensor_parallel_size=2)
-    with pytest.raises(RecipeError, match="needs step='resident', not 'host'"):
+    with pytest.raises(RecipeError, match="needs rung 'fused_append' or a later one"):
         LLM(device="cpu", data_parallel_size=1, tensor_parallel_size=2, ray_address="auto", rung="cuda_graph")
     until(lambda: actors() == before)
 
@@ -392,15 +341,12 @@ def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, m
 SERVERS = ("gcs_server", "raylet", "dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
 
 
-def process_id(name: str) -> int:
-    """Of a process of the cluster, the first one so named."""
-    return next(pid for pid, command in commands_below(os.getpid()).items() if name in " ".join(command[:3]))
-
-
 def test_everything_listens_on_the_loopback_only(llm):
+    below = commands_below(os.getpid()).items()
+    servers = [next(pid for pid, command in below if name in command) for name in SERVERS]
     places = {
         connection.laddr.ip.removeprefix("::ffff:")
-        for pid in {*settled(), *map(process_id, SERVERS)}
+        for pid in {*settled(), *servers}
         for connection in psutil.Process(pid).net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
