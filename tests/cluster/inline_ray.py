@@ -60,14 +60,14 @@ class Actor:
 
 
 class Call:
-    """An answer to come. What a call has done before its actor dies is done, but nobody hears of it.
+    """An answer to come. What a call has done before its actor dies is done, but its answer is lost.
 
-    is_heard: whether somebody has asked for the answer since it came.
+    is_fetched: whether the answer was asked for since it came.
     """
 
     def __init__(self, actor: Actor, run: Callable[[], Any]) -> None:
         self.actor, self._run = actor, run
-        self.is_done, self.is_heard, self.answer, self.error = False, False, None, None
+        self.is_done, self.is_fetched, self.answer, self.error = False, False, None, None
 
     def run(self) -> None:
         self.is_done = True
@@ -104,7 +104,7 @@ class InlineRay:
         if isinstance(calls, list):
             return [self.get(call) for call in calls]
         calls.actor.run_until(calls)
-        calls.is_heard = True
+        calls.is_fetched = True
         if calls.error is not None:
             raise calls.error
         return calls.answer
