@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
+from os.path import commonprefix
 
 import torch
 
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
-from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens, common_prefix
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens
 from tests.soak.programs import Driver
 
 LAYERS, MOST_HOLDERS, LONGEST = 2, 4, 16
@@ -113,6 +114,8 @@ class PrefixDriver(Driver):
         entries = self._entries()
         assert self.cache._ordered == sorted(entries)
         self.blocks.check_integrity(self._held(entries))
+        theirs = {block_id for holder in self.holders for block_id in holder.block_ids}
+        assert self.cache.num_evictable() == len(set(chain(*entries.values())) - theirs)
         found = [(keys - LAYER_STEP * layer).tolist() for layer, keys in enumerate(self.keys)]
         for holder in self.holders:
             self._check_tokens(found, holder.block_ids, holder.tokens)
@@ -143,7 +146,7 @@ class PrefixDriver(Driver):
     def _matched(self, prompt: list[int]) -> Holder:
         """A holder of the longest prefix that is kept, or of its full blocks where none is free to clone."""
         before, n_free, hits = self._entries(), self._n_free(), self.cache.hits
-        common = {entry: common_prefix(entry, tuple(prompt)) for entry in before}
+        common = {entry: len(commonprefix([entry, tuple(prompt)])) for entry in before}
         longest = min(max(common.values(), default=0), len(prompt) - 1)
         n_matched, block_ids = self.cache.match(prompt)
         full = longest // self.size * self.size
