@@ -13,20 +13,20 @@ from rosellm.errors import DeviceError, OptionError, RecipeError
 from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.recipe import LADDER
 
-BEST = LADDER["split_kv"]
+WRONG_HEADS = "does not divide the model's {} attention heads"
+EARLY = (RecipeError, "needs rung 'fused_append' or a later one")
 REFUSED = {
-    "three": (OptionError, "3 does not divide the model's 4 attention heads", {"tensor_parallel_size": 3}),
-    "qwen3_by_four": (
-        OptionError,
-        "4 does not divide the model's 6 attention heads",
-        {"tensor_parallel_size": 4, "model": "rose-tiny-qwen3"},
-    ),
-    "host_step": (RecipeError, "needs rung 'fused_append' or a later one", {"rung": "cuda_graph"}),
-    "padded": (RecipeError, "needs rung 'fused_append' or a later one", {"rung": "resident_step"}),
-    "persistent": (RecipeError, "needs exhibit='none'", {"rung": "persistent_kernel"}),
+    "three": (OptionError, WRONG_HEADS.format(4), {"tensor_parallel_size": 3}),
+    "qwen3": (OptionError, WRONG_HEADS.format(6), {"tensor_parallel_size": 4, "model": "rose-tiny-qwen3"}),
+    **{rung: (*EARLY, {"rung": rung}) for rung in ("cuda_graph", "resident_step")},
+    "recipe": (*EARLY, {"recipe": LADDER["packed_prefill"]}),
+    "exhibit": (RecipeError, "needs exhibit='none'", {"rung": "persistent_kernel"}),
     "deterministic": (RecipeError, "needs numerics='fast'", {"deterministic": True}),
-    "recipe": (RecipeError, "needs rung 'fused_append'", {"recipe": LADDER["packed_prefill"]}),
-    "one_shot": (RecipeError, "is a Triton kernel", {"recipe": replace(BEST, all_reduce="one_shot")}),
+    "one_shot": (
+        RecipeError,
+        "is a Triton kernel",
+        {"recipe": replace(LADDER["split_kv"], all_reduce="one_shot")},
+    ),
     "rung": (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
     "device": (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),
     **{
@@ -38,15 +38,12 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: object) -> None:
-        pytest.fail("a process would have been started")
-
-    monkeypatch.setattr(tensor_parallel, "start_ranks", started)
+    monkeypatch.setattr(tensor_parallel, "start_ranks", lambda *_: pytest.fail("a process would be started"))
 
 
-@pytest.mark.parametrize("error, said, options", REFUSED.values(), ids=REFUSED)
-def test_what_ranks_cannot_run_is_refused_before_any_starts(error, said, options):
-    with pytest.raises(error, match=said) as raised:
+@pytest.mark.parametrize("error, message, options", REFUSED.values(), ids=REFUSED)
+def test_what_ranks_cannot_run_is_refused_before_any_starts(error, message, options):
+    with pytest.raises(error, match=message) as raised:
         LLM(**{"tensor_parallel_size": 2, "device": "cpu"} | options)
     assert "\n" not in str(raised.value)
 
@@ -58,11 +55,25 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
         LLM(tensor_parallel_size=2, device="cuda")
 
 
-def test_a_benchmark_refuses_them_likewise(capsys: pytest.CaptureFixture):
-    asked = ["--device", "cpu", "--rung", "split_kv", "--tensor-parallel-size", "3"]
-    assert benchmark_scheduler.main(asked) == 2
-    assert "does not divide" in capsys.readouterr().err
-    assert benchmark_scheduler.main(["--device", "cpu", "--tensor-parallel-size", "2"]) == 2
-    assert "needs rung 'fused_append'" in capsys.readouterr().err
-    assert benchmark_scheduler.main([*asked[:4], "--all-reduce", "one_shot"]) == 2
-    assert "needs a --tensor-parallel-size of 2 or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rung split_kv --tensor-parallel-size 3", "does not divide"),
+        ("--tensor-parallel-size 2", EARLY[1]),
+        ("--rung split_kv --all-reduce one_shot", "needs a --tensor-parallel-size of 2 or more"),
+    ],
+)
+def test_a_benchmark_refuses_them_likewise(options, message, capsys: pytest.CaptureFixture):
+    assert benchmark_scheduler.main(["--device", "cpu", *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_rungs_that_ranks_can_run_are_those_from_fused_append_on():
+    refused = []
+    for name, recipe in LADDER.items():
+        try:
+            recipe.check_ranks(2)
+        except RecipeError:
+            refused.append(name)
+    first = list(LADDER).index("fused_append")
+    assert {*refused} == {*list(LADDER)[:first], "persistent_kernel", "one_pass"}

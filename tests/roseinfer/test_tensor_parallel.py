@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from rosellm import SamplingParams
+from rosellm import LLM, SamplingParams
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import MODERN, random_prompts, small_config
-from tests.roseinfer.ranks import ranks_of, run, saved, tokens_of
+from tests.roseinfer.ranks import logits_of, ranks_of, saved, tokens_of
 
 N_TOKENS = 12
-PROMPTS = random_prompts([1, 40, 7, 200, 16, 17, 3, 90], seed=2, vocab_size=4096)
+VOCAB = 500
+PROMPTS = random_prompts([1, 40, 7, 200, 16, 17, 3, 90], seed=2, vocab_size=VOCAB)
 SHARED = [PROMPTS[3][:100] + prompt[:20] for prompt in PROMPTS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, max_tokens=N_TOKENS, ignore_eos=True, seed=5)
-WISHES = [
+MIXED = [
     GREEDY,
     DRAWN,
     replace(DRAWN, top_k=40, top_p=0.9),
@@ -30,140 +33,102 @@ WISHES = [
     replace(DRAWN, top_p=0.8, seed=7),
     replace(DRAWN, top_k=3, presence_penalty=0.5),
 ]
-GROUPS = [("rose-tiny", 2), pytest.param(("rose-tiny-qwen3", 2), marks=pytest.mark.slow)]
+slow = pytest.mark.slow
 
 
-def alone(model: str, **options) -> Engine:
-    return ranks_of(model, 1, **options)
-
-
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=["rose-tiny", pytest.param("rose-tiny-qwen3", marks=slow)])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
-    """One rank with ample room, and several with few KV blocks and a prefix cache."""
-    model, n_ranks = request.param
-    yield alone(model), ranks_of(model, n_ranks, num_kv_blocks=24, prefix_cache=True)
+    """One rank with ample room, and two with few KV blocks and a prefix cache."""
+    yield ranks_of(request.param, 1), ranks_of(request.param, 2, num_kv_blocks=24, prefix_cache=True)
 
 
-def test_ranks_give_the_greedy_tokens_of_one_for_prompts_of_mixed_lengths(pair):
-    expected, got = (tokens_of(run(engine, PROMPTS, GREEDY)[1]) for engine in pair)
-    assert got == expected
+@pytest.mark.parametrize(
+    ("prompts", "params"),
+    [
+        pytest.param(PROMPTS, GREEDY, id="greedy"),
+        pytest.param(PROMPTS, MIXED, id="mixed", marks=slow),
+        *(pytest.param(PROMPTS[:3], MIXED[i], id=f"alone-{i}", marks=slow) for i in (1, 2, 4)),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one_however_requests_sample(pair, prompts, params):
+    expected, found = (tokens_of(engine, prompts, params) for engine in pair)
+    assert found == expected
 
 
-@pytest.mark.slow
-def test_requests_that_sample_in_every_way_together_get_the_tokens_of_one_rank(pair):
-    expected, got = (tokens_of(run(engine, PROMPTS, WISHES)[1]) for engine in pair)
-    assert got == expected
-
-
-@pytest.mark.slow
+@slow
 def test_preempted_requests_get_the_tokens_of_one_rank(pair):
-    prompts, wish = [prompt[:15] for prompt in SHARED], replace(DRAWN, max_tokens=60)
-    one, several = (run(engine, prompts, wish) for engine in pair)
-    assert several[0].preemptions > 0 == one[0].preemptions
-    assert tokens_of(several[1]) == tokens_of(one[1])
+    prompts, params = [prompt[:15] for prompt in SHARED], replace(DRAWN, max_tokens=60)
+    one, two = (OfflineScheduler(engine) for engine in pair)
+    expected, found = ([output.token_ids for output in own.run(prompts, params)] for own in (one, two))
+    assert found == expected and two.preemptions > 0 == one.preemptions
     pair[1].check_integrity()
 
 
-@pytest.mark.slow
-def test_four_ranks_give_the_tokens_of_one():
-    prompts, wishes = PROMPTS[:4], WISHES[:4]
-    expected, got = (tokens_of(run(ranks_of("rose-tiny", n_ranks), prompts, wishes)[1]) for n_ranks in (1, 4))
-    assert got == expected
-
-
-@pytest.mark.slow
+@slow
 def test_prompts_that_begin_alike_are_prefilled_from_the_prefix_cache(pair):
-    one, several = pair
-    expected = tokens_of(run(one, SHARED, GREEDY)[1])
-    run(several, SHARED[:1], GREEDY)
-    sequence = several.make_sequence(SHARED[1], GREEDY)
-    several.match_prefixes([sequence])
-    assert sequence.n_cached >= 96
-    several.release(sequence)
-    assert tokens_of(run(several, SHARED, GREEDY)[1]) == expected
+    one, two = pair
+    expected = tokens_of(one, SHARED, GREEDY)
+    tokens_of(two, SHARED[:1], GREEDY)
+    before = two.prefix_cache.hit_tokens
+    assert tokens_of(two, SHARED[1:], GREEDY) == expected[1:]
+    assert two.prefix_cache.hit_tokens - before >= 96 * len(SHARED[1:])
 
 
-def test_log_probabilities_are_those_of_the_whole_vocabulary(pair):
-    one, several = pair
-    wish = replace(GREEDY, logprobs=3, max_tokens=4)
-    expected, outputs = (run(engine, PROMPTS[:5], wish)[1] for engine in pair)
-    for theirs, ours in zip(expected, outputs, strict=True):
-        for likely, other in zip(theirs.logprobs, ours.logprobs, strict=True):
-            assert list(likely) == list(other)
-            for token, known in likely.items():
-                assert other[token].logprob == pytest.approx(known.logprob, abs=1e-4)
-                assert other[token].rank == known.rank
-
-
-def test_the_latest_logits_are_those_of_one_rank(pair):
-    logits = []
-    for engine in pair:
-        sequences = [engine.make_sequence(prompt, GREEDY) for prompt in PROMPTS[:3]]
-        engine.prefill(sequences)
-        first = engine.step.last_logits().clone()
-        engine.decode(sequences)
-        logits.append((first, engine.step.last_logits().clone()))
-        for sequence in sequences:
-            engine.release(sequence)
-    for theirs, ours in zip(*logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+def test_logits_and_log_probabilities_are_those_of_the_whole_vocabulary(pair):
+    theirs, ours = (logits_of(engine, PROMPTS[:3], GREEDY, 1) for engine in pair)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+    params = replace(GREEDY, logprobs=3, max_tokens=4)
+    for one, two in zip(*(OfflineScheduler(e).run(PROMPTS[:5], params) for e in pair), strict=True):
+        for likely, found in zip(one.logprobs, two.logprobs, strict=True):
+            assert [(token, entry.rank) for token, entry in found.items()] == [
+                (token, entry.rank) for token, entry in likely.items()
+            ]
+            values = [entry.logprob for entry in likely.values()]
+            assert [entry.logprob for entry in found.values()] == pytest.approx(values, abs=1e-4)
 
 
 def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
-    one, several = pair
     texts = []
-    for engine in one, several:
+    for engine in pair:
         with StreamingManager(engine) as manager:
             ids = [manager.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
             texts.append(["".join(manager.stream_text(request_id)) for request_id in ids])
     assert texts[0] == texts[1]
 
 
-SIZES = {"n_heads": 8, "d_model": 64, "d_ff": 128, "vocab_size": 500, "n_positions": 256, "head_dim": 8}
-GROUPED = small_config(**MODERN | SIZES)
+SIZES = {"n_heads": 8, "d_model": 64, "d_ff": 128, "vocab_size": VOCAB, "n_positions": 256, "head_dim": 8}
+GROUPED = small_config(**MODERN | SIZES)  # of two key-value heads
+ONE_SHOT = replace(LADDER["split_kv"], all_reduce="one_shot")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+# Name, ranks, and the options of all engines, then of several ranks alone.
+ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "four": (4, {"model": "rose-tiny"}, {}),
+    "fewer_kv_heads": (4, {}, {}),
+    "dummy_weights": (2, {"model": "rose-tiny", "load_format": "dummy"}, {}),
+    "fused_append": (2, {"model": "rose-tiny-qwen3", "recipe": "fused_append"}, {}),
+    "fused_norm": (2, {"model": "rose-tiny-qwen3", "recipe": "fused_norm"}, {}),
+    "kernels": (2, {}, {"kernels": "triton", "max_batch_size": 3}),
+    "one_shot": (2, {}, {"kernels": "triton", "max_batch_size": 3, "recipe": ONE_SHOT}),
+}
 
 
-@pytest.mark.slow
-def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path):
-    model = saved(GROUPED, tmp_path)
-    prompts = random_prompts([1, 9, 33, 100], vocab_size=500)
-    expected = tokens_of(run(alone(model), prompts, GREEDY)[1])
-    several = ranks_of(model, 4)
-    assert several.model.config.n_kv_heads == 1
-    assert tokens_of(run(several, prompts, GREEDY)[1]) == expected
+@slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[interpreted] * ("kernels" in own)) for n, (_, _, own) in ENGINES.items()]
+)
+def test_ranks_of_every_kind_give_the_tokens_of_one(name, tmp_path):
+    n_ranks, shared, own = ENGINES[name]
+    options = {"model": saved(GROUPED, tmp_path)} | shared
+    prompts, params = [PROMPTS[i] for i in (0, 2, 7, 1)], MIXED[:4]
+    if "kernels" in own:
+        prompts, params = [prompts[0], prompts[1], prompts[2][:70]], replace(GREEDY, max_tokens=3)
+    several = ranks_of(n_ranks=n_ranks, **options, **own)
+    assert several.model.config.n_kv_heads == max(1, several.model.whole.n_kv_heads // n_ranks)
+    assert tokens_of(several, prompts, params) == tokens_of(ranks_of(n_ranks=1, **options), prompts, params)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_the_kernels_give_the_tokens_of_one_rank(tmp_path):
-    model = saved(GROUPED, tmp_path)
-    prompts, wish = random_prompts([1, 5, 12], vocab_size=500), replace(GREEDY, max_tokens=3)
-    expected = tokens_of(run(alone(model), prompts, wish)[1])
-    several = ranks_of(model, 2, kernels="triton", max_batch_size=3)
-    assert tokens_of(run(several, prompts, wish)[1]) == expected
-
-
-def test_every_rung_that_ranks_can_run_is_told_by_its_recipe():
-    assert {name for name, recipe in LADDER.items() if _can(recipe)} == {
-        *("fused_append", "fused_norm", "fused_gelu", "fused_head", "small_gemm"),
-        *("dependent_launch", "split_kv"),
-    }
-
-
-def _can(recipe) -> bool:
-    try:
-        recipe.check_ranks(2)
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_a_sum_by_one_kernel_over_shared_memory_gives_the_tokens_of_one_rank(tmp_path):
-    model = saved(GROUPED, tmp_path)
-    prompts, wish = random_prompts([1, 5, 70], vocab_size=500), replace(GREEDY, max_tokens=3)
-    expected = tokens_of(run(alone(model), prompts, wish)[1])
-    recipe = replace(LADDER["split_kv"], all_reduce="one_shot")
-    several = ranks_of(model, 2, recipe=recipe, kernels="triton", max_batch_size=3)
-    assert tokens_of(run(several, prompts, wish)[1]) == expected
+@slow
+def test_an_llm_of_two_ranks_completes_text_as_one_of_one_rank_does():
+    texts = ["import os\n", "def main("]
+    one, two = (LLM(device="cpu", tensor_parallel_size=n).generate(texts, GREEDY) for n in (1, 2))
+    assert [o.outputs[0].text for o in one] == [o.outputs[0].text for o in two]
