@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from rosellm.roseinfer.cache.device_state import (
     row_bytes,
 )
 from rosellm.roseinfer.kernels.advance import advance as advance_triton, advance_ref
-from rosellm.roseinfer.kernels.draw import penalised_ref
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES
-from tests.sampler import Sampler
 
 LARGEST = 2**63 - 1
 ADVANCES = ["reference", INTERPRETED, ON_GPU]
@@ -41,15 +38,10 @@ def advance_on(device: str):
 
 
 @pytest.mark.parametrize("width", [1, 4, 7])
-def test_fresh_rows_are_inert_and_nothing_is_in_the_ring(width):
-    state = DeviceState(5, width, CPU)
-    assert (state.positions == INERT).all() and (state.ring == INERT).all()
-    assert state.table.shape == (5, width) and state.ring.shape == (ROUNDS, 5)
-
-
-@pytest.mark.parametrize("width", [1, 4, 7])
-def test_the_views_are_separate_words_of_a_row(width):
+def test_the_views_are_separate_words_of_rows_that_are_inert_at_first(width):
     state = DeviceState(3, width, CPU)
+    assert (state.positions == INERT).all() and (state.ring == INERT).all()
+    assert state.table.shape == (3, width) and state.ring.shape == (ROUNDS, 3)
     views = ["tokens", "positions", "limits", "stops", "rounds", "top_k", "seeds", "temperatures", "top_p"]
     views += ["min_p", "repetition", "presence", "frequency", "counts", "prompts", "table"]
     state.rows.zero_()
@@ -102,36 +94,32 @@ def as_float32(x: float) -> float:
     rounds=st.integers(0, ROUNDS - 1),
     temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
     top_p=st.floats(5e-324, 1),
-    floats=st.fixed_dictionaries(
-        {
-            "min_p": st.floats(0, 1),
-            "repetition_penalty": st.floats(1e-30, 1e30),
-            "presence_penalty": st.floats(-2, 2),
-            "frequency_penalty": st.floats(-2, 2),
-        }
-    ),
+    min_p=st.floats(0, 1),
+    penalties=st.tuples(st.floats(1e-30, 1e30), st.floats(-2, 2), st.floats(-2, 2)),
     integers=st.fixed_dictionaries(
         {
             "top_k": st.integers(0, LARGEST) | st.just(LARGEST),
             "seed": st.integers(0, LARGEST) | st.sampled_from([0, 2**32 - 1, 2**32, LARGEST]),
             "max_tokens": st.integers(1, 10_000),
+            "ignore_eos": st.booleans(),
         }
     ),
 )
 def test_a_row_holds_what_the_sequence_says(
-    prompt, eos, position, rounds, temperature, top_p, floats, integers
+    prompt, eos, position, rounds, temperature, top_p, min_p, penalties, integers
 ):
-    sequence = make_sequence(prompt, eos, temperature=temperature, top_p=top_p, **floats, **integers)
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    names = [f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")]
+    sequence = make_sequence(prompt, eos, **floats, **dict(zip(names, penalties, strict=True)), **integers)
     row = row_of(sequence, position, rounds)
     assert (row.tokens, row.positions, row.rounds) == (prompt[position], position, rounds)
     assert row.limits == len(prompt) + integers["max_tokens"]
-    assert row.stops == (eos[0] if eos else NO_STOP)
+    assert row.stops == (eos[0] if eos and not integers["ignore_eos"] else NO_STOP)
     assert row.top_k == min(integers["top_k"], INT32_MAX) and row.seeds == integers["seed"]
-    assert row.temperatures.item() == as_float32(temperature) < math.inf
-    assert row.top_p.item() == as_float32(top_p) and row.prompts == len(prompt) and row.counts == 0
-    for name in ("repetition", "presence", "frequency"):
-        assert getattr(row, name).item() == as_float32(floats[f"{name}_penalty"])
-    assert row.min_p.item() == as_float32(floats["min_p"])
+    assert row.prompts == len(prompt) and row.counts == 0
+    found = row.temperatures, row.top_p, row.min_p, row.repetition, row.presence, row.frequency
+    assert [view.item() for view in found] == list(map(as_float32, (*floats.values(), *penalties)))
+    assert row.temperatures.item() < math.inf
 
 
 @pytest.mark.parametrize("logit", [-1e8, -1e4, -4.0, 4.0, 1e4, 1e8])
@@ -144,21 +132,6 @@ def test_a_rows_repetition_penalty_leaves_logits_of_any_size_finite_and_of_their
         assert penalised.isfinite() and penalised.sign() == logit.sign()
 
 
-@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 1e-30, 0.5, 1, 1.3, 1e30, 1e39, 10**300], ids=float)
-def test_the_host_s_sampler_penalises_by_what_a_row_holds(penalty):
-    sequence = make_sequence([0], repetition_penalty=penalty)
-    row = row_of(sequence, 0, 0)
-    logits, seen = torch.tensor([[1.5, 1.0], [-1.5, 1.0]]), torch.tensor([[1, 0]])
-    expected = [penalised_ref(one[None], seen, row.repetition, row.presence, row.frequency) for one in logits]
-    _, found = Sampler()._penalise(logits, [0, 1], [sequence] * 2)
-    assert torch.equal(found, torch.cat(expected))
-
-
-def test_a_row_that_ignores_the_end_has_no_stop_token():
-    assert row_of(make_sequence([1], (7, 8), ignore_eos=True), 0, 0).stops == NO_STOP
-    assert row_of(make_sequence([1], (7, 8)), 0, 0).stops == 7
-
-
 # Advancing.
 
 VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 0.5, math.inf])
@@ -169,7 +142,7 @@ ROW = st.fixed_dictionaries(
         "positions": st.integers(-2, 8),
         "limits": st.integers(1, 11),
         "stops": st.integers(-1, 5),
-        "rounds": st.integers(0, ROUNDS - 1),
+        "rounds": st.integers(0, ROUNDS - 1) | st.just(ROUNDS - 1),
     }
 )
 
@@ -180,16 +153,10 @@ def cases(draw):
     rows = draw(st.lists(ROW, min_size=1, max_size=5))
     slots = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
     tiles, stop_tokens = draw(st.integers(1, 5)), tuple(draw(st.lists(TOKENS, max_size=3)))
+    choice = TOKENS | st.just(NOT_FINITE)
     if draw(st.booleans()):
-        choice = st.tuples(VALUES, TOKENS)
-        return (
-            rows,
-            slots,
-            [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots],
-            stop_tokens,
-        )
-    tokens = TOKENS | st.just(NOT_FINITE)
-    return rows, slots, [draw(tokens) for _ in slots], stop_tokens
+        choice = st.lists(st.tuples(VALUES, TOKENS), min_size=tiles, max_size=tiles)
+    return rows, slots, [draw(choice) for _ in slots], stop_tokens
 
 
 def choose(choice) -> int:
@@ -204,10 +171,10 @@ def advance_by_hand(
     rows: list[dict], slots: list[int], choices: list, stop_tokens: tuple[int, ...]
 ) -> tuple[list[dict], dict]:
     """The rows afterwards, and what is in the ring: (round, slot) → token."""
-    rows, told = [dict(row) for row in rows], {}
+    rows, ring = [dict(row) for row in rows], {}
     for slot, choice in zip(slots, choices, strict=True):
         row, token = rows[slot], choose(choice)
-        told[row["rounds"], slot] = token if row["positions"] >= 0 else INERT
+        ring[row["rounds"], slot] = token if row["positions"] >= 0 else INERT
         row["rounds"] = (row["rounds"] + 1) % ROUNDS
         if row["positions"] < 0:
             row["positions"] = INERT
@@ -219,7 +186,7 @@ def advance_by_hand(
             row["positions"] = INERT
         if token != NOT_FINITE:
             row["tokens"] = token
-    return rows, told
+    return rows, ring
 
 
 def state_of(rows: list[dict], device: torch.device, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
@@ -253,47 +220,14 @@ def test_rows_advance_as_by_hand(device):
         rows, slots, choices, stop_tokens = case
         state = state_of(rows, place, stop_tokens)
         advance(kernel, state, slots, choices)
-        expected, told = advance_by_hand(rows, slots, choices, stop_tokens)
+        expected, sent = advance_by_hand(rows, slots, choices, stop_tokens)
         assert torch.equal(state.rows.cpu(), state_of(expected, CPU).rows)
         ring = torch.full_like(state.ring, INERT)
-        for (count, slot), token in told.items():
+        for (count, slot), token in sent.items():
             ring[count, slot] = token
         assert torch.equal(state.ring, ring)
 
     check()
-
-
-@pytest.mark.parametrize("device", ADVANCES)
-def test_the_ring_begins_anew_after_its_last_round(device):
-    kernel, place = advance_on(device)
-    state = state_of([{"positions": 0, "limits": 1000, "stops": NO_STOP, "rounds": 3}], place)
-    tokens = [7 * i for i in range(ROUNDS + 5)]
-    for token in tokens:
-        advance(kernel, state, [0], [token])
-    told = [state.ring[count % ROUNDS, 0].item() for count in range(3 + 5, 3 + len(tokens))]
-    assert told == tokens[5:]
-    assert state.rounds.tolist() == [(3 + len(tokens)) % ROUNDS] and state.positions.tolist() == [len(tokens)]
-
-
-@pytest.mark.parametrize("device", ADVANCES)
-@pytest.mark.parametrize("ignored", [False, True], ids=["ends", "ignored"])
-@pytest.mark.parametrize("eos", [(), (3,), (3, 0, 5)], ids=str)
-def test_a_row_ends_where_its_sequence_does(eos, ignored, device):
-    kernel, place = advance_on(device)
-    rng = random.Random(0)
-    for max_tokens in (1, 2, 6, 20):
-        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens, ignore_eos=ignored)
-        sequence.n_cached = 2
-        state = DeviceState(1, 3, place, eos)
-        words = np.frombuffer(row_bytes(sequence, len(sequence.tokens) - 1, 0), np.int32)
-        state.rows[0, :FIELDS] = torch.from_numpy(words.copy()).to(place)
-        while not sequence.is_finished:
-            assert state.positions.tolist() == [len(sequence.tokens) - 1]
-            token = rng.randrange(6)
-            advance(kernel, state, [0], [[(0.0, 5), (1.0, token)]])
-            sequence.commit(token, 1)
-            assert state.tokens.tolist() == [token]
-        assert state.positions.tolist() == [INERT]
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)

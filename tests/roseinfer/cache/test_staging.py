@@ -49,35 +49,38 @@ class LateEvent:
         LateEvent.now = max(LateEvent.now, self.number)
 
 
-def test_a_staging_buffer_waits_for_no_copy_under_way_unless_too_many_are_and_rewrites_none(monkeypatch):
+@pytest.fixture
+def late(monkeypatch) -> StagingBuffer:
+    """A buffer of a device that is behind."""
     monkeypatch.setattr(LateEvent, "now", 0)
     monkeypatch.setattr(LateEvent, "recorded", 0)
     staging = StagingBuffer(torch.device("cpu"), torch.int32)
     staging._new_event = LateEvent
+    return staging
+
+
+def test_a_staging_buffer_waits_for_no_copy_under_way_unless_too_many_are_and_rewrites_none(late):
     under_way = []
     for i in range(MOST_BUFFERS):
-        staging.host(3)[:] = i
-        staging.send()
-        under_way.append(staging._taken)
-    assert staging.waits == 0 and [buffer[:3].tolist() for buffer in under_way] == [
-        [i] * 3 for i in range(MOST_BUFFERS)
-    ]
-    staging.host(3)[:] = -1
-    assert staging.waits == 1 and LateEvent.now == 1 and under_way[0][:3].tolist() == [-1] * 3
+        late.host(3)[:] = i
+        late.send()
+        under_way.append(late._taken)
+    assert late.waits == 0
+    assert [buffer[:3].tolist() for buffer in under_way] == [[i] * 3 for i in range(MOST_BUFFERS)]
+    late.host(3)[:] = -1
+    assert late.waits == 1 and LateEvent.now == 1 and under_way[0][:3].tolist() == [-1] * 3
     LateEvent.now = LateEvent.recorded
-    first = staging.host(3).__array_interface__["data"][0]
-    assert staging.waits == 1 and first == under_way[1].data_ptr()
+    first = late.host(3).__array_interface__["data"][0]
+    assert late.waits == 1 and first == under_way[1].data_ptr()
 
 
-def test_a_device_that_keeps_up_needs_one_staging_buffer(monkeypatch):
-    monkeypatch.setattr(LateEvent, "now", 10**9)
-    staging = StagingBuffer(torch.device("cpu"), torch.int32)
-    staging._new_event = LateEvent
+def test_a_device_that_keeps_up_needs_one_staging_buffer(late):
+    LateEvent.now = 10**9
     addresses = set()
     for _ in range(5):
-        addresses.add(staging.host(4).__array_interface__["data"][0])
-        staging.send()
-    assert len(addresses) == 1 and staging.waits == 0
+        addresses.add(late.host(4).__array_interface__["data"][0])
+        late.send()
+    assert len(addresses) == 1 and late.waits == 0
 
 
 @pytest.mark.gpu

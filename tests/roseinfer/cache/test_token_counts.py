@@ -9,8 +9,6 @@ from hypothesis import given, settings, strategies as st
 from rosellm.roseinfer.cache.token_counts import TokenCounts, seen_tokens
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from tests.helpers import CPU
-from tests.sampler import counts_of
 
 ROWS, VOCAB = 4, 6
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
@@ -73,20 +71,7 @@ def test_a_sequence_that_is_held_again_keeps_its_place_and_is_counted_afresh():
     assert counts.table[place - 1].tolist() == by_hand([1], [2])
 
 
-def test_positions_of_the_prompt_leave_nothing_of_the_output():
-    sequence = make_sequence([5, 0, 5], [0, 0])
-    for position in range(4):
-        assert numbers_at(sequence, position) == by_hand([5, 0], [])
-    assert numbers_at(sequence, 5) == by_hand([5, 0], [0, 0])
-
-
-def test_the_host_counts_every_token_that_each_sequence_has_seen():
-    sequences = [make_sequence([5, 0, 5], [0, 0]), make_sequence([1], [])]
-    assert counts_of(sequences, VOCAB, CPU).tolist() == [by_hand([5, 0], [0, 0]), by_hand([1], [])]
-
-
-def numbers_at(sequence: Sequence, position: int) -> list[int]:
-    found = [0] * VOCAB
-    for token, number in zip(*seen_tokens(sequence, position), strict=True):
-        found[token] = int(number)
-    return found
+@pytest.mark.parametrize(("position", "seen"), [*((i, []) for i in range(4)), (5, [0, 0])])
+def test_positions_of_the_prompt_leave_nothing_of_the_output(position, seen):
+    found = dict(zip(*seen_tokens(make_sequence([5, 0, 5], [0, 0]), position), strict=True))
+    assert [found.get(token, 0) for token in range(VOCAB)] == by_hand([5, 0], seen)
