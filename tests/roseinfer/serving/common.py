@@ -11,6 +11,7 @@ import pytest
 from rosellm.errors import RoseError
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, small_config, small_engine
@@ -39,6 +40,30 @@ def assert_all_free(engine: Engine) -> None:
         engine.prefix_cache.clear()
     engine.check_integrity()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+class Calls:
+    """Keeps the batches that the scheduler gives to the engine, and the chunks of prompts."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, list[int]]] = []
+        self.chunks: list[list[int]] = []
+        begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
+
+        def spy_prefill(sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
+            self.log.append(("prefill", [s.request_id for s in sequences]))
+            self.chunks.append(counts)
+            return begin_prefill(sequences, counts)
+
+        def spy_decode(sequences: list[Sequence]) -> int:
+            self.log.append(("decode", [s.request_id for s in sequences]))
+            return begin_decode(sequences)
+
+        monkeypatch.setattr(engine, "begin_prefill", spy_prefill)
+        monkeypatch.setattr(engine, "begin_decode", spy_decode)
+
+    def of(self, name: str) -> list[list[int]]:
+        return [ids for called, ids in self.log if called == name]
 
 
 class Gate:

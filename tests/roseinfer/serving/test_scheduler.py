@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from rosellm.errors import PromptError, RoseError
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
@@ -18,33 +17,9 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late
-from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy, run_to_end
+from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, greedy, run_to_end
 
 LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
-
-
-class Calls:
-    """Keeps the batches that the scheduler gives to the engine, and the chunks of prompts."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, list[int]]] = []
-        self.chunks: list[list[int]] = []
-        begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
-
-        def spy_prefill(sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
-            self.log.append(("prefill", [s.request_id for s in sequences]))
-            self.chunks.append(counts)
-            return begin_prefill(sequences, counts)
-
-        def spy_decode(sequences: list[Sequence]) -> int:
-            self.log.append(("decode", [s.request_id for s in sequences]))
-            return begin_decode(sequences)
-
-        monkeypatch.setattr(engine, "begin_prefill", spy_prefill)
-        monkeypatch.setattr(engine, "begin_decode", spy_decode)
-
-    def of(self, name: str) -> list[list[int]]:
-        return [ids for called, ids in self.log if called == name]
 
 
 # Tokens

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import pytest
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving import streaming
@@ -19,7 +19,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import random_model, small_engine
 from tests.late_step import run_late
-from tests.roseinfer.serving.common import WORDS, Gate, assert_all_free, greedy
+from tests.roseinfer.serving.common import WORDS, Calls, Gate, assert_all_free, greedy
 
 
 @pytest.mark.parametrize(("tokenize_workers", "stream_interval"), [(0, 1), (2, 5)])
@@ -55,11 +55,11 @@ def test_readers_in_several_threads_get_the_text_of_an_offline_run(
     assert_all_free(engine)
 
 
-def test_text_comes_while_the_request_is_still_running(
+def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(engine, monkeypatch)
-    with StreamingManager(engine) as manager:
+    with StreamingManager(engine) as manager, ThreadPoolExecutor(3) as clients:
         request = manager.add_request(WORDS, greedy(3))
         with gate.held():
             assert len(next(manager.stream_text(request))) > 0
@@ -67,31 +67,16 @@ def test_text_comes_while_the_request_is_still_running(
             for timeout in (0, 0.01):
                 with pytest.raises(RoseError, match=f"has not ended within {timeout} s"):
                     manager.result(request, timeout)
+            for bad in (math.nan, -1, True):
+                with pytest.raises(RoseError, match=f"timeout is {bad}"):
+                    manager.result(request, bad)
             with pytest.raises(RoseError, match="has not ended yet"):
                 manager.forget(request)
-        assert len(manager.result(request).token_ids) == 3
+            long = math.inf, 10**400, threading.TIMEOUT_MAX
+            results = [clients.submit(manager.result, request, timeout) for timeout in long]
+            assert not wait(results, timeout=0.05).done
+        assert [len(result.result(timeout=100).token_ids) for result in results] == [3] * 3
         assert len(manager.result(request, timeout=0).token_ids) == 3
-
-
-@pytest.mark.parametrize("timeout", [math.inf, 10**400, threading.TIMEOUT_MAX], ids=describe)
-def test_a_result_may_be_waited_for_as_long_as_one_likes(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout: float
-) -> None:
-    gate = Gate(engine, monkeypatch)
-    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as clients:
-        request = manager.add_request(WORDS, greedy(3))
-        with gate.held():
-            result = clients.submit(manager.result, request, timeout)
-            assert wait([result], timeout=0.05).not_done
-        assert len(result.result(timeout=100).token_ids) == 3
-
-
-@pytest.mark.parametrize("timeout", [math.nan, -1, True], ids=describe)
-def test_a_timeout_that_is_no_length_of_time_is_refused(engine: Engine, timeout) -> None:
-    with StreamingManager(engine) as manager:
-        request = manager.add_request([1], greedy(2))
-        with pytest.raises(RoseError, match=f"timeout is {timeout}"):
-            manager.result(request, timeout)
 
 
 def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
@@ -117,32 +102,12 @@ def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_
         requests = [manager.add_request([9, 8], greedy(12), to) for to in (None, None, inbox)]
         results = [manager.result(request) for request in requests]
         pieces = [list(manager.stream_text(request)) for request in requests[:2]]
+        with pytest.raises(RoseError, match="inbox"):
+            manager.stream_text(requests[2])
     assert [one.text for one in results] == [reference.text] * 3
     assert ["".join(own) for own in pieces] == [reference.text] * 2 and max(map(len, pieces)) <= 2
     times = [one.metrics.token_times for one in results]
     assert [[own.count(t) for t in sorted(set(own))] for own in times] == [[1, 11]] * 2 + [[1] * 12]
-
-
-def test_a_turn_also_comes_for_a_request_that_the_step_did_not_run(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as one that was preempted after its last token."""
-    gate = Gate(engine, monkeypatch)
-    with StreamingManager(engine) as manager:
-        requests = manager.add_requests([[9, 8], [7]], greedy(4))
-        with gate.held():
-            skipped, stepped = (manager._stream(request) for request in requests)
-            delivered = []
-            monkeypatch.setattr(manager, "_deliver", lambda stream, *_: delivered.append(stream))
-            monkeypatch.setattr(streaming, "READER_S", 60.0)
-            for n_turns in range(3):
-                delivered.clear()
-                skipped.due = stepped.due = 0
-                manager._turns, manager._turns_at = n_turns, perf_counter()
-                manager._deliver_due([stepped.sequence])
-                assert len(delivered) == n_turns
-            assert skipped in delivered
-            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("stream_interval", [1, 5])
@@ -161,28 +126,19 @@ def test_several_tokens_at_once_are_handed_over_in_one_piece(engine: Engine, str
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize(("stream_interval", "run_ahead"), [(1, 0), (3, 2)])
-def test_no_part_of_a_stop_string_is_ever_handed_over(
-    engine: Engine, stream_interval: int, run_ahead: int
+@pytest.mark.parametrize("stream_interval", [1, 3])
+def test_no_part_of_a_stop_string_is_handed_over_unless_the_text_ends_with_it(
+    engine: Engine, stream_interval: int
 ) -> None:
     whole = OfflineScheduler(engine).run([[9, 8]], greedy(40))[0].text
-    if run_ahead:
-        run_late(engine, run_ahead)
+    ends = [(whole[at : at + 5], "stop") for at in (6, 7, 10, 15)] + [(whole[-3:] + "and more", "length")]
+    run_late(engine, 2)
     with StreamingManager(engine, stream_interval=stream_interval) as manager:
-        for at in range(6, 16):
-            stop = whole[at : at + 5]
+        for stop, reason in ends:
             request = manager.add_request([9, 8], greedy(40, stop=stop))
             text = "".join(manager.stream_text(request))
             assert text == whole.partition(stop)[0] == manager.result(request).text
-            assert manager.result(request).finish_reason == "stop"
-
-
-def test_text_held_back_for_a_stop_string_comes_at_the_end(engine: Engine) -> None:
-    whole = OfflineScheduler(engine).run([[9, 8]], greedy(12))[0].text
-    with StreamingManager(engine) as manager:
-        request = manager.add_request([9, 8], greedy(12, stop=whole[-3:] + "and more"))
-        assert "".join(manager.stream_text(request)) == whole
-        assert manager.result(request).finish_reason == "length"
+            assert manager.result(request).finish_reason == reason
 
 
 def test_a_reader_who_walks_away_holds_up_nobody(engine: Engine) -> None:
@@ -197,55 +153,25 @@ def test_a_reader_who_walks_away_holds_up_nobody(engine: Engine) -> None:
     assert_all_free(engine)
 
 
-def test_one_inbox_follows_many_requests_and_tells_each_end(engine):
-    inbox = SimpleQueue()
-    with StreamingManager(engine) as manager:
-        ids = [manager.add_request([i + 1, 7], greedy(6), inbox) for i in range(5)]
-        with pytest.raises(RoseError, match="inbox"):
-            manager.stream_text(ids[0])
-        texts, ended = {i: "" for i in ids}, []
-        while len(ended) < len(ids):
-            request_id, piece = inbox.get(timeout=100)
-            if piece is None:
-                ended.append(request_id)
-            else:
-                texts[request_id] += piece
-        assert sorted(ended) == sorted(ids)
-        assert all(texts[i] == manager.result(i).text for i in ids)
-    assert_all_free(engine)
-
-
 @pytest.mark.parametrize("tokenize_workers", [0, 2])
-def test_requests_added_together_get_what_they_get_one_by_one(engine: Engine, tokenize_workers: int) -> None:
+def test_requests_added_together_get_what_they_get_one_by_one_of_one_prefill(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tokenize_workers: int
+) -> None:
     prompts: list = [WORDS[:9], [5, 6], WORDS[:9], WORDS[3:7]]
     params = [greedy(3 + i) for i in range(4)]
+    calls = Calls(engine, monkeypatch)
     with StreamingManager(engine, tokenize_workers=tokenize_workers) as manager:
         alone = [manager.result(manager.add_request(*one)) for one in zip(prompts, params, strict=True)]
+        calls.log.clear()
         together = manager.add_requests(prompts, params)
         read = ["".join(manager.stream_text(request)) for request in together]
         assert [manager.result(request) for request in together] == alone
-        assert read == [one.text for one in alone] and len(set(together)) == 4
+        assert read == [one.text for one in alone]
+        assert list(map(sorted, calls.of("prefill"))) == [sorted(together)] or tokenize_workers
         same = manager.add_requests(tuple(prompts), greedy(5))  # one for all
         assert [len(manager.result(request).token_ids) for request in same] == [5] * 4
         assert manager.add_requests([], greedy()) == []
     assert_all_free(engine)
-
-
-def test_requests_added_together_are_prefilled_together(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[int] = []
-    begin_prefill = engine.begin_prefill
-
-    def noted(sequences, counts=None):
-        begun.append(len(sequences))
-        return begin_prefill(sequences, counts)
-
-    monkeypatch.setattr(engine, "begin_prefill", noted)
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=8)) as manager:
-        for request in manager.add_requests([[i, 7] for i in range(8)], greedy(3)):
-            manager.result(request)
-    assert begun == [8]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +181,7 @@ def test_requests_added_together_are_prefilled_together(
         ([[1], [2], []], greedy(), PromptError, "prompt 2: "),
         ([[1], [2]], [greedy()], SamplingError, "1 SamplingParams for 2 prompts"),
         ([[1], [2]], SamplingParams(n=3), SamplingError, "n is 3"),
-        ([[1]] * 4, greedy(), OverloadError, "4 more .* max_in_flight is 3"),
+        ([[1]] * 4, greedy(), OverloadError, "0 requests .*, 4 more .* max_in_flight is 3"),
     ],
 )
 def test_of_requests_added_together_none_is_queued_if_one_is_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import threading
@@ -12,18 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from time import process_time, sleep
+from time import process_time
 
 import pytest
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.errors import PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import IncrementalText, LateText
-from tests.late_step import run_late
 from tests.roseinfer.serving.common import ENDLESS, WORDS, assert_all_free, greedy, outcome
 from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters
@@ -48,26 +45,6 @@ def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone() -> None:
         assert ["".join(manager.stream_text(r)) for r in requests[::2]] == texts[::2]
         again = manager.add_request(prompts[1], greedy(9))
         assert manager.result(again, 10).text == texts[1]
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_cancelling_ends_active_and_waiting_requests(engine: Engine, run_ahead: int) -> None:
-    if run_ahead:
-        run_late(engine, run_ahead)
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
-        active, waiting = (manager.add_request([i], ENDLESS) for i in (1, 2))
-        pieces = manager.stream_text(active)
-        read = next(pieces)
-        assert manager.cancel(waiting) and manager.cancel(active)
-        read += "".join(pieces)
-        cut, unborn = manager.result(active), manager.result(waiting)
-        assert (cut.finish_reason, unborn.finish_reason) == ("cancelled", "cancelled")
-        assert cut.text == read
-        assert 0 < len(cut.token_ids) == len(cut.metrics.token_times) < 1000
-        assert list(manager.stream_text(waiting)) == unborn.token_ids == []
-        assert not manager.cancel(active)
-        assert manager.result(manager.add_request([3], greedy(4))).finish_reason == "length"
     assert_all_free(engine)
 
 
@@ -123,68 +100,6 @@ def test_a_bad_prompt_is_refused_where_it_is_tokenized(engine: Engine) -> None:
                     pooled.result(request, timeout=100)
                 with pytest.raises(PromptError, match="empty"):
                     list(pooled.stream_text(request))
-
-
-def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> None:
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=1, max_in_flight=2)) as manager:
-        first, _ = manager.add_request([1], ENDLESS), manager.add_request([2], ENDLESS)
-        with pytest.raises(
-            OverloadError, match="2 requests are in flight, 1 more are requested, and max_in_flight is 2"
-        ):
-            manager.add_request([3], greedy())
-        manager.cancel(first)
-        manager.result(first, timeout=100)
-        manager.add_request([3], greedy())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tokenize_workers", "stream_interval", "run_ahead"),
-    [(0, 1, 0), (2, 3, 2)],
-    ids=["plain", "pool_and_late"],
-)
-def test_of_32_clients_that_submit_and_cancel_at_random_every_request_ends_exactly_once(
-    engine: Engine, tokenize_workers: int, stream_interval: int, run_ahead: int
-) -> None:
-    ids = [engine.tokenizer.encode(text) for text in PROMPTS]
-    alone = [OfflineScheduler(engine).run([one], greedy(LONGEST))[0].token_ids for one in ids]
-    if run_ahead:
-        run_late(engine, run_ahead)
-    reasons: Counter[str] = Counter()
-    config = SchedulerConfig(max_batch_size=16, max_in_flight=28)
-
-    def client(number: int) -> None:
-        rng, inbox = random.Random(number), SimpleQueue()
-        for _ in range(REQUESTS):
-            prompt, max_tokens = rng.randrange(len(PROMPTS)), rng.randrange(1, LONGEST + 1)
-            to = rng.choice([None, inbox])
-            given = rng.choice([PROMPTS[prompt], ids[prompt]])
-            try:
-                request = manager.add_request(given, greedy(max_tokens), to)
-            except OverloadError:
-                reasons["refused"] += 1
-                sleep(0.005)
-                continue
-            pieces = manager.stream_text(request) if to is None else iter(lambda: inbox.get()[1], None)
-            text = next(pieces, "") if rng.random() < 0.7 else ""
-            if rng.random() < 0.5:
-                manager.cancel(request)
-            text += "".join(pieces)
-            result = manager.result(request, WAIT_S)
-            reasons[result.finish_reason] += 1
-            n = len(result.token_ids) if result.finish_reason == "cancelled" else max_tokens
-            assert result.token_ids == alone[prompt][:n]
-            assert text == result.text == engine.tokenizer.decode(result.token_ids)
-        assert inbox.empty()
-
-    with (
-        StreamingManager(engine, config, tokenize_workers, stream_interval) as manager,
-        ThreadPoolExecutor(CLIENTS) as threads,
-    ):
-        for one in [threads.submit(client, number) for number in range(CLIENTS)]:
-            one.result(WAIT_S)
-    assert set(reasons) == {"length", "cancelled", "refused"} and min(reasons.values()) >= 20
-    assert_all_free(engine)
 
 
 def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> None:
