@@ -17,7 +17,7 @@ import pytest
 from rosellm.errors import RoseError
 from rosellm.lab.records import jobs
 from rosellm.lab.records.notebooks import ACTS
-from rosellm.lab.running.gallery import question, title
+from rosellm.lab.running.page import question, title
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

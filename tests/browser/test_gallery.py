@@ -5,7 +5,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from rosellm.lab.running.gallery import Outcome, page, publish_gallery
+from rosellm.lab.running.execution import Outcome
+from rosellm.lab.running.gallery import publish_gallery
+from rosellm.lab.running.page import page
 
 pytestmark = pytest.mark.browser
 

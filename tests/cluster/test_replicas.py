@@ -25,12 +25,11 @@ from rosellm.errors import (
     RecipeError,
     RoseError,
 )
-from rosellm.lab.running.interruption import is_running
 from rosellm.models.checkpoint import checkpoint_folder
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
-from tests.roseinfer.ranks import program
+from tests.roseinfer.ranks import is_running, program
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 

@@ -4,15 +4,13 @@ Uses default parameters, and stores fresh outputs, with a PNG for every plotly f
 JavaScript), but nothing that differs between machines: no widget state, no timings, a fixed kernel name.
 """
 
+import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
 import argparse
 import base64
-import os
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from io import BytesIO
@@ -22,111 +20,60 @@ from typing import Any
 import kaleido
 import nbformat
 import plotly.graph_objects as go
-import psutil
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbstripout import strip_output
 from PIL import Image
-from tqdm import tqdm
 
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.running.gallery import without_widgets
-from rosellm.lab.running.interruption import Interruption, kill_family
-from rosellm.lab.running.notebook_workers import NotebookError, kernel_environment
+from rosellm.lab.running.execution import NotebookError, execute, run_here
+from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.run_notebooks import select
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-LANGUAGE = {
-    "file_extension": ".py",
-    "mimetype": "text/x-python",
-    "name": "python",
-    "pygments_lexer": "ipython3",
-}
-PASSING_KEYS = [
-    "metadata.papermill",
-    "metadata.signature",
-    "metadata.vscode",
-    "cell.metadata.papermill",
-    "cell.metadata.execution",
-    "cell.metadata.ExecuteTime",
-    "cell.metadata.collapsed",
-    "cell.metadata.scrolled",
-]
-
+LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}
+LANGUAGE |= {"pygments_lexer": "ipython3"}
+PASSING_KEYS = [f"metadata.{key}" for key in ("papermill", "signature", "vscode", "widgets")]
+PASSING_KEYS += [f"cell.metadata.{key}" for key in ("papermill", "execution", "ExecuteTime")]
+PASSING_KEYS += ["cell.metadata.collapsed", "cell.metadata.scrolled"]
 PNG_COLOURS = 96
-POLL_SECONDS = 0.2
 
 Renderer = Callable[[dict[str, Any]], bytes]
 
 
-def normalise(notebook: NotebookNode) -> NotebookNode:
-    """Remove widgets, timings and machine names in place; keep outputs, counts and ids."""
-    strip_output(notebook, keep_output=True, keep_count=True, keep_id=True, extra_keys=PASSING_KEYS)
-    notebook.metadata["kernelspec"] = dict(KERNELSPEC)
-    notebook.metadata["language_info"] = dict(LANGUAGE)
-    return without_widgets(notebook)
+def renewed(committed: NotebookNode, executed: NotebookNode) -> NotebookNode:
+    """Give the committed notebook the executed one's outputs, without what differs between machines."""
+    for cell, made in zip(committed.cells, executed.cells, strict=True):
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = made.outputs, made.execution_count
+    strip_output(committed, keep_output=True, keep_count=True, keep_id=True, extra_keys=PASSING_KEYS)
+    committed.metadata["kernelspec"] = dict(KERNELSPEC)
+    committed.metadata["language_info"] = dict(LANGUAGE)
+    return committed
 
 
 def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
     """Add a PNG made by ``render`` to every plotly output, in place."""
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            figure = output.get("data", {}).get(PLOTLY)
-            if figure is not None:
-                output.data["image/png"] = base64.b64encode(render(figure)).decode()
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if PLOTLY in output.get("data", {}):
+            output.data["image/png"] = base64.b64encode(render(output.data[PLOTLY])).decode()
     return notebook
 
 
-def execute_file(path: Path, timeout: float) -> NotebookNode:
-    """Return a copy of the notebook, executed in its folder with its default parameters.
-
-    timeout: seconds per cell. Raises NotebookError if a cell fails.
-    """
-    try:
-        notebook = nbformat.read(path, as_version=4)
-    except Exception as error:  # nbformat may raise anything
-        raise NotebookError(f"{path} cannot be read as a notebook: {type(error).__name__}") from error
-    return execute(notebook, path.stem, path.parent, timeout)
-
-
-def execute(notebook: NotebookNode, name: str, folder: Path, timeout: float) -> NotebookNode:
-    """Execute the notebook in ``folder``. Raises NotebookError, which names it, if a cell fails."""
-    client = NotebookClient(
-        notebook,
-        timeout=timeout,
-        kernel_name="python3",
-        coalesce_streams=True,
-        record_timing=False,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    try:
-        return client.execute()
-    except CellExecutionError as error:
-        raise NotebookError(f"{name} is left as it was: {error.ename}: {error.evalue}") from None
-    except (CellTimeoutError, DeadKernelError) as error:
-        raise NotebookError(f"{name} is left as it was: {str(error).splitlines()[0]}") from None
-
-
 def draw(figure: dict[str, Any]) -> bytes:
-    """Draw a plotly figure (JSON) as PNG. Raises NotebookError if the machine has no browser for it."""
+    """Draw a plotly figure (JSON) as PNG, in ``PNG_COLOURS`` colours: the file shrinks to a fifth.
+
+    Raises NotebookError if the machine has no browser for it.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # plotly passes its server an ignored option
             png = go.Figure(figure["data"], figure.get("layout"), skip_invalid=True).to_image("png")
     except RuntimeError as error:
         raise NotebookError(f"no PNG can be made: {' '.join(str(error).split())}") from None
-    return _with_palette(png)
-
-
-def _with_palette(png: bytes) -> bytes:
-    """Reduce a PNG to ``PNG_COLOURS`` colours: charts have few, and the file shrinks to a fifth."""
-    small = BytesIO()
-    Image.open(BytesIO(png)).quantize(PNG_COLOURS, method=Image.Quantize.FASTOCTREE).save(
-        small, "png", optimize=True
-    )
+    small, colours = BytesIO(), Image.Quantize.FASTOCTREE
+    Image.open(BytesIO(png)).quantize(PNG_COLOURS, method=colours).save(small, "png", optimize=True)
     return small.getvalue()
 
 
@@ -146,49 +93,34 @@ def refresh(
     renderer: Renderer | None,
     timeout: float = 300.0,
     interruption: Interruption | None = None,
+    folder: Path | None = None,
 ) -> list[Path]:
-    """Execute the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
+    """Execute the notebooks in place, two at a time; without a ``renderer`` no PNG is added.
 
-    Returns the finished ones, a subset after an ``interruption``. Raises NotebookError for the first one that
-    fails; it and the later ones are unchanged.
+    timeout: seconds per notebook. folder: see ``execute``. Returns the finished ones, a subset after an
+    ``interruption``. Raises NotebookError for the first one that fails; it and the unfinished ones are
+    unchanged.
     """
-    interruption, done = interruption or Interruption(), []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(kernel_environment(Path(folder)))
-        for path in tqdm(notebooks, unit="notebook"):
-            notebook = _until_interrupted(interruption, partial(execute_file, path, timeout))
-            if notebook is None:
-                break
-            normalise(notebook)
-            if renderer:
-                add_pictures(notebook, renderer)
-            write_text(path, nbformat.writes(notebook) + "\n")
-            done.append(path)
+    there, done = {path.stem: path for path in notebooks}, []
+    tasks = {name: partial(execute, path, {}, timeout, folder) for name, path in there.items()}
+    for name, finished in run_here(tasks, 2, interruption or Interruption()):
+        path, error = there[name], finished.error or finished.value.outcome.error
+        if error:
+            raise NotebookError(f"{name} is left as it was: {error}")
+        executed = nbformat.reads(finished.value.files[path.name].decode(), as_version=4)
+        notebook = renewed(nbformat.read(path, as_version=4), executed)
+        if renderer:
+            add_pictures(notebook, renderer)
+        write_text(path, nbformat.writes(notebook) + "\n")
+        done.append(path)
     return done
-
-
-def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNode]) -> NotebookNode | None:
-    """Return the result of ``run``, or None if interrupted, when kernels that it started are killed.
-
-    Runs it in a thread, where nbclient leaves signals alone.
-    """
-    here = psutil.Process()
-    others = set(here.children())
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run)
-        while not running.done():
-            wait([running], POLL_SECONDS)
-            if interruption.number is not None:
-                for kernel in set(here.children()) - others:
-                    kill_family(kernel)
-    return running.result() if interruption.number is None else None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
     parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per cell")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")
     parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
@@ -199,13 +131,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
     try:
-        arguments = _arguments(argv)
-        notebooks = select(arguments.notebooks, arguments.select)
-        with (
-            Interruption() as interruption,
-            nullcontext() if arguments.without_png else browser() as renderer,
-        ):
-            done = refresh(notebooks, renderer, arguments.timeout, interruption)
+        given = _arguments(argv)
+        notebooks = select(given.notebooks, given.select)
+        with Interruption() as interruption, nullcontext() if given.without_png else browser() as renderer:
+            done = refresh(notebooks, renderer, given.timeout, interruption)
     except (RoseError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

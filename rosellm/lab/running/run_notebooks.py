@@ -1,8 +1,8 @@
 """Execute notebooks in batch and make a gallery: ``python -m rosellm.lab.running.run_notebooks``.
 
-Each notebook runs in its own worker process (papermill, in the notebooks' folder, with the interpreter that
-runs this command), or with ``--cluster`` on a machine of a Ray cluster. The output folder receives each
-executed notebook and its HTML page, and an index of all.
+Each notebook runs by papermill in its own folder, with the interpreter that runs this command, or with
+``--cluster`` on a machine of a Ray cluster. The output folder receives each executed notebook and its HTML
+page as it finishes, and an index of all.
 
 SIGINT (Ctrl-C) and SIGTERM end the run: finished notebooks are published, the others stay as before.
 """
@@ -10,31 +10,28 @@ SIGINT (Ctrl-C) and SIGTERM end the run: finished notebooks are published, the o
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
 import argparse
 import ast
-import json
-import os
 import re
 import shlex
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import papermill
 import yaml
 
+import rosellm
+from rosellm.atomic import replacing
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
-from rosellm.lab.running.gallery import Outcome, place, publish_gallery
-from rosellm.lab.running.interruption import Interruption, is_running
-from rosellm.lab.running.notebook_sweep import sweep_notebooks
-from rosellm.lab.running.notebook_workers import Job, NotebookError, first_line, supervise
-from rosellm.lab.running.sweep import add_cluster_option
-
-SCRATCH = ".run-"
+from rosellm.lab.running.execution import Executed, NotebookError, Outcome, execute, run_here
+from rosellm.lab.running.gallery import outcomes_in, publish_gallery
+from rosellm.lab.running.interruption import Interruption
+from rosellm.lab.running.sweep import NOTEBOOKS, Finished, Sweep, add_cluster_option, in_one_line
 
 
 def select(folder: Path, wanted: str = "") -> list[Path]:
@@ -61,33 +58,46 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
 
 
 def parse_parameters(text: str) -> dict[str, Any]:
-    """Parse space-separated ``name=value`` pairs; a value is JSON, else YAML.
+    """Parse space-separated ``name=value`` pairs; a value is YAML, as after papermill's ``-y``.
 
-    Examples: ``quick=false``, ``batch=[1,2]``. Raises NotebookError for a pair that cannot be parsed.
+    Examples: ``quick=false``, ``batch=[1, 2]``. Raises NotebookError for a pair that cannot be parsed.
     """
+    parameters = {}
     try:
-        pairs = [word.partition("=") for word in shlex.split(_keep_lists(text))]
-    except ValueError as error:
-        raise NotebookError(f"the parameters {text!r} cannot be read: {error}") from None
-    for name, equals, _ in pairs:
-        if not equals or not name.isidentifier():
-            raise NotebookError(f"a parameter is given as name=value, not as {name + equals!r}")
-    return {name: _value(name, value) for name, _, value in pairs}
+        for word in shlex.split(re.sub(r"(?<==)\[[^\]]*\]", lambda found: shlex.quote(found[0]), text)):
+            name, equals, value = word.partition("=")
+            if not equals or not name.isidentifier():
+                raise NotebookError(f"a parameter is given as name=value, not as {name + equals!r}")
+            parameters[name] = yaml.safe_load(value)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise NotebookError(f"the parameters {text!r} cannot be read: {in_one_line(error)}") from None
+    return parameters
 
 
 def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
     """Raise NotebookError unless every notebook has every parameter, of a matching type."""
     for notebook in notebooks if parameters else ():
-        known = _known_parameters(notebook)
-        for name in parameters.keys() - known.keys():
-            raise NotebookError(
-                f"{notebook.stem} has no parameter {name!r}: it has {', '.join(sorted(known)) or 'none'}"
-            )
+        try:
+            known = papermill.inspect_notebook(notebook)
+        except Exception as error:  # nbformat and papermill may raise anything
+            raise NotebookError(f"{notebook} cannot be read as a notebook: {in_one_line(error)}") from error
         for name, value in parameters.items():
-            if not _is_like(value, known[name]):
-                raise NotebookError(
-                    f"{notebook.stem} cannot take {name}={value!r}: it takes a value like {known[name]!r}"
-                )
+            if name not in known:
+                there = ", ".join(sorted(known)) or "none"
+                raise NotebookError(f"{notebook.stem} has no parameter {name!r}: it has {there}")
+            default = None  # unless it is a literal: takes any value
+            with suppress(ValueError, SyntaxError):
+                default = ast.literal_eval(known[name]["default"])
+            if not _is_like(value, default):
+                told = f"{name}={value!r}: it takes a value like {default!r}"
+                raise NotebookError(f"{notebook.stem} cannot take {told}")
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether ``value`` may replace ``default``: the same type, or an integer for a float."""
+    if isinstance(default, list):
+        return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
+    return default is None or type(value) in ({float: (float, int)}.get(type(default)) or (type(default),))
 
 
 def run(
@@ -97,98 +107,86 @@ def run(
     workers: int = 2,
     timeout: float = 300.0,
     interruption: Interruption | None = None,
+    cluster: str | None = None,
 ) -> list[Outcome]:
-    """Execute the notebooks, ``workers`` at a time, and publish the results in ``output``.
+    """Execute the notebooks, ``workers`` at a time, and publish each in ``output`` when it has finished.
 
-    A notebook that takes more than ``timeout`` seconds is killed. The notebooks themselves are only read.
-    After an ``interruption``, returns only the outcomes of the notebooks finished by then. Raises
-    NotebookError for an unknown parameter, before anything runs.
+    timeout: seconds per notebook. cluster: the address of a Ray cluster, whose machines execute them, with a
+    GPU each if there is any and ``device`` is not "cpu"; results in ``output`` that are still current are
+    kept. Returns the outcomes of the notebooks that have finished when all have, or at an ``interruption``.
+    Raises NotebookError for an unknown parameter, before anything runs.
     """
-    parameters = parameters or {}
+    parameters, interruption = parameters or {}, interruption or Interruption()
     check_parameters(notebooks, parameters)
-    _make(output)
-    _remove_leftovers(output)
-    with tempfile.TemporaryDirectory(
-        dir=output, prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True
-    ) as scratch:
-        jobs = [Job(path.resolve(), parameters, Path(scratch).resolve()) for path in notebooks]
-        outcomes = supervise(jobs, workers, timeout, interruption or Interruption())
-        names = {outcome.name for outcome in outcomes}
-        finished = {job.notebook.stem: job for job in jobs if job.notebook.stem in names}
-        for job in finished.values():
-            _publish(job, output)
-        if finished:
-            publish_gallery({name: job.notebook for name, job in finished.items()}, outcomes, output)
-    return outcomes
-
-
-def _make(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotebookError(f"output {str(output)!r} cannot be a folder: {error.strerror}") from error
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Remove the scratch folders of killed runs."""
-    for folder in output.glob(f"{SCRATCH}*-*"):
-        owner = folder.name.removeprefix(SCRATCH).partition("-")[0]
-        if not is_running(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _known_parameters(notebook: Path) -> dict[str, Any]:
-    """Return name → default; None for a default that is not a literal."""
-    try:
-        found = papermill.inspect_notebook(notebook)
-    except Exception as error:  # nbformat and papermill may raise anything
-        raise NotebookError(f"{notebook} cannot be read as a notebook: {first_line(str(error))}") from error
-    return {name: _literal(parameter["default"]) for name, parameter in found.items()}
-
-
-def _literal(text: str) -> Any:
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
-    return None
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """Return whether ``value`` may replace ``default``: the same type, or an integer for a float."""
-    if isinstance(default, list):
-        return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
-    if isinstance(default, float):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return default is None or type(value) is type(default)
-
-
-def _keep_lists(text: str) -> str:
-    return re.sub(r"(?<==)\[[^\]]*\]", lambda match: shlex.quote(match[0]), text)
-
-
-def _value(name: str, text: str) -> Any:
-    with suppress(json.JSONDecodeError, RecursionError):
-        return json.loads(text)
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
-        raise NotebookError(f"the value of parameter {name!r} cannot be read as YAML: {text!r}") from None
-
-
-def _publish(job: Job, output: Path) -> None:
-    """Move the job's results to the output folder; remove results that only an earlier run produced."""
-    for suffix in (".ipynb", ".html"):
-        made, published = (folder / (job.notebook.stem + suffix) for folder in (job.scratch, output))
-        if made.exists():
-            os.replace(made, published)
+    done = {} if cluster is None else _current(notebooks, output, parameters)
+    left = {path.stem: path for path in notebooks if path.stem not in done}
+    if done:
+        print(f"already in {output}, and current: {', '.join(done)}")
+    with (
+        Sweep(cluster, interruption, notebooks[0].parent)
+        if cluster is not None and left
+        else nullcontext() as machines
+    ):
+        if machines:
+            there = {name: Path(NOTEBOOKS, path.name) for name, path in left.items()}
+            tasks = {name: partial(execute, path, parameters, timeout) for name, path in there.items()}
+            on_gpu = machines.takes_gpu(parameters.get("device", "auto"))
+            results = machines.run(tasks, on_gpu, "notebook")
         else:
-            published.unlink(missing_ok=True)
+            tasks = {name: partial(execute, path, parameters, timeout) for name, path in left.items()}
+            results = run_here(tasks, workers, interruption)
+        for name, finished in results:
+            done[name] = _publish(left[name], finished, parameters, output)
+    return sorted(done.values(), key=lambda outcome: outcome.name)
+
+
+def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], output: Path) -> Outcome:
+    """Write a notebook's files and replace its card; remove files that only an earlier run produced."""
+    lost = Executed(Outcome(notebook.stem, finished.seconds, "failed", finished.error, parameters), {})
+    outcome, files = finished.value or lost
+    outcome = replace(outcome, machine=finished.machine)
+    for made in (notebook.name, f"{notebook.stem}.html"):
+        if made in files:
+            with replacing(output / made) as unfinished:
+                unfinished.write_bytes(files[made])
+        else:
+            (output / made).unlink(missing_ok=True)
+    publish_gallery({notebook.stem: notebook}, [outcome], output)
+    return outcome
+
+
+def _current(notebooks: Sequence[Path], output: Path, parameters: dict[str, Any]) -> dict[str, Outcome]:
+    """Return the outcomes of notebooks whose results in ``output`` are newer than all that they depend on."""
+    known, newest = outcomes_in(output), max(map(_changed, _sources(notebooks[0].parent)))
+    return {
+        path.stem: known[path.stem]
+        for path in notebooks
+        if path.stem in known
+        and (known[path.stem].status, known[path.stem].parameters) == ("ok", parameters)
+        and _changed(output / path.name) > max(newest, _changed(path))
+    }
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """Yield the files that notebooks depend on: the package, records and exhibits."""
+    yield from Path(rosellm.__file__).parent.rglob("*.py")
+    for pattern in ("*/**/*.json", "*/**/*.py"):
+        yield from folder.glob(pattern)
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
-    width = max(len("notebook"), *(len(outcome.name) for outcome in outcomes))
+    width = max(len("notebook"), *(len(one.name) for one in outcomes))
     rows = [
-        f"{outcome.name:<{width}}  {outcome.seconds:7.1f}  {outcome.status}{place(outcome)}"
-        for outcome in outcomes
+        f"{one.name:<{width}}  {one.seconds:7.1f}  {one.status}{f' on {one.machine}' if one.machine else ''}"
+        for one in outcomes
     ]
     return "\n".join([f"{'notebook':<{width}}  seconds  status", *rows])
 
@@ -209,28 +207,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _execute(
-    arguments: argparse.Namespace,
-    notebooks: Sequence[Path],
-    parameters: dict[str, Any],
-    interruption: Interruption,
-) -> list[Outcome]:
-    output, timeout = arguments.output, arguments.timeout
-    if arguments.cluster is None:
-        return run(notebooks, output, parameters, arguments.workers, timeout, interruption)
-    check_parameters(notebooks, parameters)
-    _make(output)
-    return sweep_notebooks(notebooks, output, parameters, arguments.cluster, timeout, interruption)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
     try:
         with Interruption() as interruption:
-            arguments = _arguments(argv)
-            notebooks = select(arguments.notebooks, arguments.select)
-            parameters = parse_parameters(arguments.parameters)
-            outcomes = _execute(arguments, notebooks, parameters, interruption)
+            given = _arguments(argv)
+            notebooks = select(given.notebooks, given.select)
+            parameters = parse_parameters(given.parameters)
+            limits = given.workers, given.timeout
+            outcomes = run(notebooks, given.output, parameters, *limits, interruption, given.cluster)
     except (RoseError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -239,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(interruption.told(done, (path.stem for path in notebooks)), file=sys.stderr)
         return interruption.exit_code
     print(_table(outcomes))
-    print(f"gallery: {arguments.output / 'index.html'}")
+    print(f"gallery: {given.output / 'index.html'}")
     failures = [outcome for outcome in outcomes if outcome.status != "ok"]
     for outcome in failures:
         print(f"FAILED {outcome.name}: {outcome.error}", file=sys.stderr)

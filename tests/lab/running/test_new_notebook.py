@@ -8,14 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
+from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.new_notebook import draft
-from rosellm.lab.running.notebook_workers import NotebookError
 
 ROOT = Path(__file__).parents[3]
-LAST = '    ("one_pass", "split_kv", {"prefill": "joined"}),\n'
-MINE = '    ("my_idea", "dependent_launch", {"prefill": "padded"}),\n'
+LAST = '    ("one_pass", "split_kv", {"exhibit": "one_pass"}),\n'
+MINE = '    ("my_idea", "dependent_launch", {"attention": "split"}),\n'
 STILL_HOLD = (
     "tests/lab/figures/test_ladder.py",
     "tests/lab/records/test_verdicts.py",
@@ -63,9 +64,10 @@ def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_w
 
 
 def test_a_notebook_of_no_rung_has_two_others_to_begin_with():
-    started = draft("27_why_so_slow").cells[3].source
-    assert 'open_rung("paged"' in started
-    assert 'open_rung("no_mask"' in draft("27_no_mask").cells[3].source
+    for name, rung in (("27_why_so_slow", "paged"), ("27_no_mask", "no_mask")):
+        notebook = nbformat.reads(draft(name), as_version=4)
+        assert f'open_rung("{rung}"' in notebook.cells[3].source
+        assert notebook.cells[0].source.startswith(f"# 27 · {name[3:]}\n")
 
 
 @pytest.mark.parametrize("name", ["my_idea", "7_x", "27-x", "27_My", "27_", "../27_x", ""])

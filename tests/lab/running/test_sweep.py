@@ -20,10 +20,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 from rosellm.cluster import runtime
 from rosellm.errors import ClusterError, DeviceError, RoseError
 from rosellm.lab import measure
-from rosellm.lab.running import notebook_sweep, run_notebooks, sweep
-from rosellm.lab.running.gallery import Outcome
+from rosellm.lab.running import run_notebooks, sweep
+from rosellm.lab.running.execution import Executed, Outcome
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.notebook_sweep import Executed, sweep_notebooks
 from rosellm.lab.running.sweep import Finished, Sweep
 
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -124,8 +123,11 @@ def test_a_task_that_fails_or_is_lost_is_told_in_one_line_and_ends_no_other(join
 
 
 def test_after_a_signal_no_more_is_waited_for_and_the_cluster_is_left(joined, monkeypatch):
-    ray = FakeRay(CPU=1)
-    monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
+    def join(address: str, environment: dict[str, Any]) -> FakeRuntime:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
+        return FakeRuntime(FakeRay(CPU=1), address, environment)
+
+    monkeypatch.setattr(sweep, "Runtime", join)
     before = signal.getsignal(signal.SIGTERM)
     with Interruption() as interruption, Sweep("head:6379", interruption) as machines:
         found = dict(machines.run({"a": os.getpid, "b": os.getpid, "c": interrupts}, False, "task"))
@@ -133,18 +135,6 @@ def test_after_a_signal_no_more_is_waited_for_and_the_cluster_is_left(joined, mo
             machines.call(os.getpid, False)
     assert list(found) == ["c"] and interruption.number is signal.SIGTERM
     assert machines._runtime.left and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_s_handler_is_ours_again_once_ray_has_set_its_own(monkeypatch):
-    def join(address: str, environment: dict[str, Any]) -> FakeRuntime:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return FakeRuntime(FakeRay(), address, environment)
-
-    monkeypatch.setattr(sweep, "Runtime", join)
-    with Interruption() as interruption:
-        Sweep("head:6379", interruption)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert interruption.number is signal.SIGTERM
 
 
 def test_when_no_machine_for_the_rest_comes_back_the_sweep_ends(joined, monkeypatch):
@@ -198,7 +188,7 @@ class Machines:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Notebooks, two of which a fake cluster executes and loses one."""
-    monkeypatch.setattr(notebook_sweep, "Sweep", Machines)
+    monkeypatch.setattr(run_notebooks, "Sweep", Machines)
     folder = tmp_path / "notebooks"
     folder.mkdir()
     for name in ("a", "b", "lost"):
@@ -212,7 +202,7 @@ def swept(folder: Path, **parameters: Any) -> list[Outcome]:
     build = folder.parent / "build"
     build.mkdir(exist_ok=True)
     notebooks = sorted(folder.glob("*.ipynb"))
-    return sweep_notebooks(notebooks, build, parameters, "head:6379", 60.0, Interruption())
+    return run_notebooks.run(notebooks, build, parameters, cluster="head:6379")
 
 
 def test_results_are_published_where_a_local_run_has_them_and_failures_make_the_exit_status(
@@ -226,7 +216,16 @@ def test_results_are_published_where_a_local_run_has_them_and_failures_make_the_
     assert "ok on far" in out and err == "FAILED lost: lost\n"
     index = (build / "index.html").read_text()
     assert index.count("ran on far") == 2 and "device=cuda" in index
-    names = {"gallery.json", "index.html", "plotly.min.js", "a.ipynb", "a.html", "b.ipynb", "b.html"}
+    names = {
+        "gallery.json",
+        "index.html",
+        "pages.js",
+        "plotly.min.js",
+        "a.ipynb",
+        "a.html",
+        "b.ipynb",
+        "b.html",
+    }
     assert {path.name for path in build.iterdir()} == names
 
 
@@ -260,9 +259,9 @@ def test_a_newer_record_or_exhibit_makes_every_notebook_run_again(folder, tmp_pa
         os.utime(path, (0, 0))
 
 
-@pytest.fixture(params=["measure", "notebooks"])
-def refused(request, tmp_path: Path, capsys) -> Callable[[str], str]:
-    """The one line with which a command refuses the address of a cluster, within seconds."""
+@pytest.mark.parametrize("command", ["measure", "notebooks"])
+def test_an_address_or_a_ray_that_cannot_serve_is_refused_in_one_line(command, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("ray", reason=runtime.EXTRA)
     nbformat.write(new_notebook(metadata={"kernelspec": KERNEL}), tmp_path / "a.ipynb")
     output = ["--output", str(tmp_path / "out")]
     commands = {
@@ -270,37 +269,24 @@ def refused(request, tmp_path: Path, capsys) -> Callable[[str], str]:
         "notebooks": lambda *more: run_notebooks.main([*output, "--notebooks", str(tmp_path), *more]),
     }
 
-    def refuse(address: str) -> str:
+    def refused(address: str) -> str:
         begin = monotonic()
-        assert commands[request.param]("--cluster", address) == 2
+        assert commands[command]("--cluster", address) == 2
         assert monotonic() - begin < runtime.ANSWERS_WITHIN_S + 10
         told = capsys.readouterr().err
         assert told.startswith("error: ") and told.count("\n") == 1
         assert not list((tmp_path / "out").glob("*"))
         return told
 
-    return refuse
-
-
-def test_an_address_that_does_not_answer_is_refused(refused):
-    pytest.importorskip("ray", reason=runtime.EXTRA)
-    with socket.create_server(("127.0.0.1", 0)) as was:
-        address = f"127.0.0.1:{was.getsockname()[1]}"
-    assert f"no Ray cluster answers at {address!r} within 3 s" in refused(address)
-
-
-def test_a_malformed_address_is_refused(refused):
-    pytest.importorskip("ray", reason=runtime.EXTRA)
-    for address in ("here", "", "ray://head:10001"):
-        assert "give 'auto', or the host:port of a Ray head" in refused(address)
-
-
-def test_an_old_ray_and_a_missing_one_are_told_with_the_extra(refused, monkeypatch):
-    monkeypatch.setattr(runtime, "version", lambda _name: "2.9.3")
-    assert "Ray 2.9.3 is too old; 2.50 or newer is needed: pip install 'rosellm[cluster]'" in refused("auto")
-
     def missing(_name: str) -> str:
         raise PackageNotFoundError
 
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        address = f"127.0.0.1:{was.getsockname()[1]}"
+    assert f"no Ray cluster answers at {address!r} within 3 s" in refused(address)
+    for malformed in ("here", "ray://head:10001"):
+        assert "give 'auto', or the host:port of a Ray head" in refused(malformed)
+    monkeypatch.setattr(runtime, "version", lambda _name: "2.9.3")
+    assert "Ray 2.9.3 is too old; 2.50 or newer is needed: pip install 'rosellm[cluster]'" in refused("auto")
     monkeypatch.setattr(runtime, "version", missing)
     assert "--cluster need Ray: pip install 'rosellm[cluster]'" in refused("auto")

@@ -6,8 +6,12 @@ import pytest
 
 from rosellm.bench.benchmark_kv_append import VARIANTS
 from rosellm.lab.records.records import RecordError, ceilings, find
-from rosellm.lab.running.try_kernel import Point, recorded_points, roof_s, roofline
 from rosellm.lab.trying.check_kernel import KernelError
+from rosellm.roseinfer.exhibits import load_exhibit
+
+exhibit = load_exhibit("append_roofline")
+Point, recorded_points = exhibit.Point, exhibit.recorded_points
+roof_s, roofline = exhibit.roof_s, exhibit.roofline
 
 
 def test_the_roof_is_a_node_for_few_bytes_and_the_copy_speed_for_many():
