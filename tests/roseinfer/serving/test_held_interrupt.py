@@ -54,36 +54,26 @@ def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_bl
     assert said == f"interrupted {N_INTERRUPTS}\n"
 
 
-def test_an_interrupt_waits_until_it_is_let_through():
+@pytest.mark.parametrize("lets_through", [True, False])
+def test_an_interrupt_waits_until_it_is_let_through_or_the_end(lets_through):
     reached = []
-    with pytest.raises(KeyboardInterrupt), held_interrupt() as let_through:
-        signal.raise_signal(signal.SIGINT)
-        reached.append("past the signal")
-        let_through()
+    with pytest.raises(KeyboardInterrupt):
+        with held_interrupt() as let_through:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("past the signal")
+            if lets_through:
+                let_through()
+            reached.append("the end")
         reached.append("not here")
-    assert reached == ["past the signal"]
+    assert reached == (["past the signal"] if lets_through else ["past the signal", "the end"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_that_nobody_let_through_is_raised_at_the_end():
-    reached = []
-    with pytest.raises(KeyboardInterrupt):
-        with held_interrupt():
-            signal.raise_signal(signal.SIGINT)
-            reached.append("end")
-        reached.append("not here")
-    assert reached == ["end"]
-
-
-def test_a_second_interrupt_does_not_wait():
+def test_a_second_interrupt_does_not_wait_and_within_another_the_outer_one_holds():
     with pytest.raises(KeyboardInterrupt), held_interrupt():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("it has waited")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_within_another_the_outer_one_holds():
     with pytest.raises(KeyboardInterrupt), held_interrupt(), held_interrupt() as let_through:
         signal.raise_signal(signal.SIGINT)
         let_through()

@@ -11,6 +11,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_config, small_engine
+from tests.roseinfer.serving.common import assert_all_free, greedy
 
 PROMPTS = random_prompts([3, 9, 1, 17, 8, 5, 12, 2], seed=3)
 SHARED = [PROMPTS[3] + prompt for prompt in PROMPTS]
@@ -19,18 +20,10 @@ AMPLE = 64
 Transformer = random_model(0)
 
 
-def greedy(max_tokens: int = N_TOKENS) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-
-
 def run(engine: Engine, prompts, params, **config) -> tuple[OnlineScheduler, list]:
     scheduler = OfflineScheduler(engine, SchedulerConfig(**config))
     outputs = scheduler.run(prompts, params)
-    if engine.prefix_cache is not None:
-        engine.check_integrity()
-        engine.prefix_cache.clear()
-    engine.check_integrity()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+    assert_all_free(engine)
     return scheduler, outputs
 
 
@@ -38,40 +31,20 @@ def tokens_of(outputs) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6}
-WISHES = {
-    "greedy": greedy(),
-    "drawn": SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4),
-    "penalised": SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4, top_k=30, **PENALTIES),
-}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rung", "wish", "n_blocks"),
-    [
-        ("dense", "drawn", 5),
-        ("mutable_block_info", "greedy", 8),
-        ("resident_step", "penalised", 5),
-        (BEST_RUNG, "greedy", 5),
-        (BEST_RUNG, "penalised", 8),
-    ],
+    ("rung", "deterministic"), [("resident_step", False), (BEST_RUNG, False), (BEST_RUNG, True)]
 )
-def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, wish, n_blocks):
-    wish = WISHES[wish]
-    ample, expected = run(small_engine(Transformer, recipe=rung, num_kv_blocks=AMPLE), PROMPTS, wish)
-    tight, outputs = run(small_engine(Transformer, recipe=rung, num_kv_blocks=n_blocks), PROMPTS, wish)
+def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, deterministic):
+    """In deterministic mode their tokens are decoded again, penalised as the first time."""
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6}
+    params = SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4, top_k=30, **penalties)
+    options = {"recipe": rung, "deterministic": deterministic}
+    ample, expected = run(small_engine(Transformer, num_kv_blocks=AMPLE, **options), PROMPTS, params)
+    tight, outputs = run(small_engine(Transformer, num_kv_blocks=8, **options), PROMPTS, params)
     assert tokens_of(outputs) == tokens_of(expected)
     assert tight.preemptions > 0 == ample.preemptions
     assert sum(output.metrics.preemptions for output in outputs) == tight.preemptions
     assert [len(output.metrics.token_times) for output in outputs] == [N_TOKENS] * len(PROMPTS)
-
-
-def test_tokens_that_are_decoded_again_are_penalised_as_the_first_time():
-    options = {"recipe": BEST_RUNG, "deterministic": True}
-    _, expected = run(small_engine(Transformer, num_kv_blocks=AMPLE, **options), PROMPTS, WISHES["penalised"])
-    tight, outputs = run(small_engine(Transformer, num_kv_blocks=8, **options), PROMPTS, WISHES["penalised"])
-    assert tokens_of(outputs) == tokens_of(expected) and tight.preemptions > 0
 
 
 @pytest.mark.slow
@@ -120,9 +93,9 @@ def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
 
 def test_a_prefix_that_is_evicted_while_its_request_is_preempted_is_computed_again():
     engine = small_engine(Transformer, num_kv_blocks=8, prefix_cache=True)
-    expected = tokens_of(run(small_engine(Transformer, num_kv_blocks=AMPLE), SHARED[:3], greedy())[1])
+    expected = tokens_of(run(small_engine(Transformer, num_kv_blocks=AMPLE), SHARED[:3], greedy(N_TOKENS))[1])
     scheduler = OnlineScheduler(engine)
-    ids = scheduler.add_requests(SHARED[:3], greedy())
+    ids = scheduler.add_requests(SHARED[:3], greedy(N_TOKENS))
     while scheduler.has_unfinished:
         scheduler.step()
         if scheduler.n_waiting:

@@ -9,50 +9,13 @@ import pytest
 
 from rosellm.errors import PromptError, RoseError
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.recipe import BEST_RUNG
-from rosellm.roseinfer.request import RequestMetrics, Sequence
+from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving import scheduler as scheduler_module
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late
 from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, greedy, run_to_end
-
-LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
-
-
-# Tokens
-
-
-@pytest.mark.parametrize(
-    ("recipe", "budget", "policy", "run_ahead", "prefix_cache"),
-    [
-        ("dense", 40, "pack", 0, False),
-        ("one_table", 1, "fifo", 3, False),
-        ("resident_step", 7, "pack", 1, True),
-        (BEST_RUNG, 16, "fifo", 0, True),
-    ],
-)
-def test_mixed_lengths_in_chunks_give_the_tokens_of_each_request_alone(
-    recipe: str, budget: int, policy: str, run_ahead: int, prefix_cache: bool
-) -> None:
-    engine = engine_of(recipe=recipe, num_kv_blocks=11, max_batch_size=4, prefix_cache=prefix_cache)
-    prompts = random_prompts(LENGTHS)
-    prompts += [prompts[3] + [5, 6], prompts[3][:17]]
-    counts = [1 + 3 * i % 14 for i in range(len(prompts))]
-    if run_ahead:
-        run_late(engine, run_ahead)
-    config = SchedulerConfig(
-        prefill_token_budget=budget, admission_policy=policy, pack_lookahead=5, fifo_every=3
-    )
-    outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
-    for prompt, n, output in zip(prompts, counts, outputs, strict=True):
-        assert output.prompt_token_ids == prompt
-        assert output.token_ids == uncached_greedy(engine.model, prompt, n)
-        assert (output.finish_reason, len(output.metrics.token_times)) == ("length", n)
-    assert_all_free(engine)
-
 
 # Admission
 
@@ -95,38 +58,31 @@ def test_a_cut_prompt_goes_on_before_others_are_admitted(
     assert [s.request_id for s in third] == [long, nearest[0]]
 
 
+def of_lengths(*lengths: int) -> list[list[int]]:
+    return [[i + 1] * n for i, n in enumerate(lengths)]
+
+
 def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(num_kv_blocks=5)
     calls = Calls(engine, monkeypatch)
-    scheduler = OnlineScheduler(engine)
-    ids = scheduler.add_requests([[1] * 20, [2] * 30, [3]], greedy(4))
-    run_to_end(scheduler)
-    assert [request for batch in calls.of("prefill") for request in batch] == ids
-    assert calls.of("prefill")[0] == ids[:1]  # the third would fit at once, and waits behind the second
+    OfflineScheduler(engine).run(of_lengths(20, 30, 1), greedy(4))
+    assert calls.chunks == [[20], [30], [1]]  # the third would fit at once, and waits behind the second
 
 
-def test_pack_admits_the_shortest_prompts_of_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "options", "chunks"),
+    [
+        ((12, 5, 3, 4, 1), {"prefill_token_budget": 12, "pack_lookahead": 4}, [[3, 4, 5], [1, 11], [1]]),
+        ((5, 4, 3, 1), {"prefill_max_batch_size": 1, "fifo_every": 2}, [[1], [5], [3], [4]]),
+    ],
+    ids=["the shortest of the look-ahead", "every second round in order"],
+)
+def test_pack_admits(monkeypatch: pytest.MonkeyPatch, lengths, options: dict, chunks) -> None:
     engine = engine_of()
     calls = Calls(engine, monkeypatch)
-    config = SchedulerConfig(prefill_token_budget=12, admission_policy="pack", pack_lookahead=4)
-    scheduler = OnlineScheduler(engine, config)
-    ids = scheduler.add_requests([[1] * n for n in (12, 5, 3, 4, 1)], greedy(2))
-    scheduler.step()
-    assert calls.of("prefill")[0] == [ids[2], ids[3], ids[1]]
-    scheduler.step()
-    assert calls.of("prefill")[1] == [ids[4], ids[0]]
-    run_to_end(scheduler)
-    assert calls.chunks == [[3, 4, 5], [1, 11], [1]]
-
-
-def test_pack_takes_every_nth_round_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
-    calls = Calls(engine, monkeypatch)
-    config = SchedulerConfig(prefill_max_batch_size=1, admission_policy="pack", fifo_every=2)
-    scheduler = OnlineScheduler(engine, config)
-    scheduler.add_requests([[1] * n for n in (5, 4, 3, 1)], greedy(2))
-    run_to_end(scheduler)
-    assert calls.chunks == [[1], [5], [3], [4]]
+    config = SchedulerConfig(admission_policy="pack", **options)
+    OfflineScheduler(engine, config).run(of_lengths(*lengths), greedy(2))
+    assert calls.chunks == chunks
 
 
 @pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
@@ -190,21 +146,14 @@ def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pyt
         assert_all_free(engine)
 
 
-@pytest.mark.parametrize(("name", "value"), [("prefill_max_batch_size", None), ("fifo_every", True)])
-def test_a_bad_configuration_is_refused_by_name(name: str, value) -> None:
-    with pytest.raises(RoseError, match=f"{name} is {value}"):
-        SchedulerConfig(**{name: value})
-
-
-def test_a_bad_prompt_among_many_is_named_and_none_is_queued() -> None:
+def test_bad_options_bad_prompts_and_questions_that_come_too_early_are_refused() -> None:
+    for name, value in (("prefill_max_batch_size", None), ("fifo_every", True)):
+        with pytest.raises(RoseError, match=f"{name} is {value}"):
+            SchedulerConfig(**{name: value})
     scheduler = OnlineScheduler(engine_of())
     with pytest.raises(PromptError, match="prompt 2: .*empty"):
         scheduler.add_requests([[1], [2], []], greedy())
     assert not scheduler.has_unfinished
-
-
-def test_a_request_that_has_not_ended_has_no_result_yet() -> None:
-    scheduler = OnlineScheduler(engine_of())
     request = scheduler.add_request([1], greedy(1))
     with pytest.raises(RoseError, match=f"request {request} has not ended"):
         scheduler.take_result(request)
@@ -279,24 +228,6 @@ def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(ru
     assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
     assert scheduler.decode_time_s == pytest.approx(8e-3)
     assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
-
-
-@pytest.mark.parametrize("rung", ["one_table", BEST_RUNG])
-def test_the_active_view_is_built_once_and_not_for_every_step(
-    rung: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = []
-
-    class Counted(scheduler_module.ActiveView):
-        def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
-            super().__init__(listed, requests)
-            built.append(listed)
-
-    monkeypatch.setattr(scheduler_module, "ActiveView", Counted)
-    scheduler = OfflineScheduler(engine_of(recipe=rung))
-    scheduler.run([[1], [2, 3], [4]], greedy(45))
-    assert scheduler.decode_steps == 44
-    assert len(built) <= 4  # the prompts, the first tokens' steps, and the ends
 
 
 # Figures

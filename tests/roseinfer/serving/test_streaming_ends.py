@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters
 
 ROOT = Path(__file__).parents[3]
-PROMPTS = [WORDS[i : i + 4 + 5 * i] for i in range(8)]
-CLIENTS, REQUESTS, LONGEST = 32, 12, 40
 WAIT_S = 100.0  # what nothing here comes near, unless it hangs
 
 
@@ -123,68 +120,71 @@ def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> 
     assert_all_free(engine)
 
 
-class TestClose:
-    """However much is waiting, close ends it all within the step that runs."""
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
 
-    @pytest.fixture
-    def threads(self):
-        with ThreadPoolExecutor(16) as threads:
-            yield threads
 
-    def close_in(self, manager: StreamingManager) -> float:
-        """The processor's seconds, which other programs do not lengthen."""
-        start = process_time()
-        manager.close()
-        return process_time() - start
+def close_within_a_step(manager: StreamingManager) -> None:
+    """By the processor's seconds, which other programs do not lengthen."""
+    start = process_time()
+    manager.close()
+    assert process_time() - start < 2
 
-    def test_with_thousands_of_requests_waiting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
-        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4))
-        inbox: SimpleQueue = SimpleQueue()
-        requests = [manager.add_request([1, 2], ENDLESS, inbox) for _ in range(5000)]
-        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests[::500]]
-        assert self.close_in(manager) < 2
+
+def test_close_ends_thousands_of_waiting_requests_once_each(
+    engine: Engine, threads: ThreadPoolExecutor
+) -> None:
+    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4))
+    inbox: SimpleQueue = SimpleQueue()
+    requests = [manager.add_request([1, 2], ENDLESS, inbox) for _ in range(5000)]
+    waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests[::500]]
+    close_within_a_step(manager)
+    assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+    told = [inbox.get_nowait() for _ in range(inbox.qsize())]
+    ends = [request for request, piece in told if piece is None]
+    assert sorted(ends) == requests
+    assert {request: piece for request, piece in told} == dict.fromkeys(requests)  # nothing after an end
+    assert_all_free(engine)
+
+
+def test_close_ends_every_request_of_clients_that_go_on_submitting(
+    engine: Engine, threads: ThreadPoolExecutor
+) -> None:
+    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
+    under_way = threading.Semaphore(0)
+
+    def submit() -> list[int]:
+        accepted = []
+        while True:
+            try:
+                accepted.append(manager.add_request(WORDS, greedy(5)))
+            except ClosedError:
+                return accepted
+            under_way.release()
+
+    clients = [threads.submit(submit) for _ in range(8)]
+    for _ in range(50):
+        assert under_way.acquire(timeout=WAIT_S)
+    close_within_a_step(manager)
+    accepted = [request for client in clients for request in client.result(WAIT_S)]
+    ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
+    assert any(isinstance(end, ClosedError) for end in ends)
+    assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
+    assert_all_free(engine)
+
+
+def test_close_ends_requests_whose_prompts_are_being_tokenized(
+    engine: Engine, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tokenization_held(engine, monkeypatch) as begun:
+        manager = StreamingManager(engine, tokenize_workers=1)
+        requests = [manager.add_request(WORDS[:n], greedy(3)) for n in range(4, 40, 5)]
+        waits = [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
+        assert begun.wait(WAIT_S)
+        close_within_a_step(manager)
         assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
-        ends = Counter()
-        while not inbox.empty():
-            request, piece = inbox.get_nowait()
-            assert not ends[request]
-            ends[request] += piece is None
-        assert ends == Counter(requests)
-        assert_all_free(engine)
-
-    def test_while_clients_go_on_submitting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
-        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
-        under_way = threading.Semaphore(0)
-
-        def submit() -> list[int]:
-            accepted = []
-            while True:
-                try:
-                    accepted.append(manager.add_request(WORDS, greedy(5)))
-                except ClosedError:
-                    return accepted
-                under_way.release()
-
-        clients = [threads.submit(submit) for _ in range(8)]
-        for _ in range(50):
-            assert under_way.acquire(timeout=WAIT_S)
-        assert self.close_in(manager) < 2
-        accepted = [request for client in clients for request in client.result(WAIT_S)]
-        ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
-        assert any(isinstance(end, ClosedError) for end in ends)
-        assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
-        assert_all_free(engine)
-
-    def test_while_a_prompt_is_being_tokenized(
-        self, engine: Engine, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with tokenization_held(engine, monkeypatch) as begun:
-            manager = StreamingManager(engine, tokenize_workers=1)
-            requests = [manager.add_request(text, greedy(3)) for text in PROMPTS]
-            waits = [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
-            assert begun.wait(WAIT_S)
-            assert self.close_in(manager) < 2
-            assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
 
 
 class Unprintable(RuntimeError):
@@ -196,86 +196,85 @@ class Panic(BaseException):
     """As the tokenizers library raises it: no Exception."""
 
 
-class TestWorkerFails:
-    """Whatever breaks in the worker's thread reaches all who wait, and the manager says that it is dead."""
+def break_at(where: str, engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise error
 
-    def break_at(self, where: str, engine: Engine, error: BaseException, patch: pytest.MonkeyPatch) -> None:
-        def broken(*_arguments: object, **_options: object) -> None:
-            raise error
+    owners = {"push": IncrementalText, "take": LateText, "collect": engine.step}
+    monkeypatch.setattr(owners.get(where, engine), where, broken)
 
-        owners = {"push": IncrementalText, "take": LateText, "collect": engine.step}
-        patch.setattr(owners.get(where, engine), where, broken)
 
-    @pytest.mark.parametrize(
-        ("where", "error"),
-        [
-            ("begin_prefill", RuntimeError("device lost")),
-            ("begin_decode", PromptError("poisoned")),
-            ("collect", MemoryError()),
-            ("release", KeyboardInterrupt()),
-            ("push", SystemExit(3)),
-            ("take", Unprintable()),
-        ],
-    )
-    def test_nobody_hangs(
-        self, engine: Engine, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.break_at(where, engine, error, monkeypatch)
-        params = greedy(4, stop="never said" if where == "push" else None)
-        inbox: SimpleQueue = SimpleQueue()
-        with (
-            StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
-            ThreadPoolExecutor(8) as threads,
-        ):
-            read = manager.add_requests([[1]] * 3, params)
-            try:
-                followed = manager.add_requests([[1]] * 3, params, inbox)
-            except WorkerError:  # it may be dead already
-                followed = []
-            waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in read + followed]
-            waits += [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in read]
-            for wait in waits:
-                assert isinstance(wait.result(WAIT_S), WorkerError)
-                assert wait.result().__cause__ is error
-            assert sorted(inbox.get(timeout=WAIT_S) for _ in followed) == [(i, None) for i in followed]
-            with pytest.raises(WorkerError, match=f"failed .*{type(error).__name__}.*make a new") as told:
-                manager.add_request([1], greedy(1))
-            assert told.value.__cause__ is error
-        with pytest.raises(WorkerError, match="worker has failed"):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("begin_prefill", RuntimeError("device lost")),
+        ("begin_decode", PromptError("poisoned")),
+        ("collect", MemoryError()),
+        ("release", KeyboardInterrupt()),
+        ("push", SystemExit(3)),
+        ("take", Unprintable()),
+    ],
+)
+def test_whatever_breaks_in_the_worker_reaches_all_who_wait_and_the_manager_is_dead(
+    engine: Engine,
+    threads: ThreadPoolExecutor,
+    where: str,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_at(where, engine, error, monkeypatch)
+    params = greedy(4, stop="never said" if where == "push" else None)
+    inbox: SimpleQueue = SimpleQueue()
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager:
+        read = manager.add_requests([[1]] * 3, params)
+        try:
+            followed = manager.add_requests([[1]] * 3, params, inbox)
+        except WorkerError:  # it may be dead already
+            followed = []
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in read + followed]
+        waits += [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in read]
+        ends = [wait.result(WAIT_S) for wait in waits]
+        assert all(isinstance(end, WorkerError) and end.__cause__ is error for end in ends)
+        assert sorted(inbox.get(timeout=WAIT_S) for _ in followed) == [(i, None) for i in followed]
+        with pytest.raises(WorkerError, match=f"failed .*{type(error).__name__}.*make a new") as told:
             manager.add_request([1], greedy(1))
+        assert told.value.__cause__ is error
+    with pytest.raises(WorkerError, match="worker has failed"):
+        manager.add_request([1], greedy(1))
 
-    def test_a_failure_while_closing_reaches_every_waiter(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        manager = StreamingManager(engine)
-        request = manager.add_request([1], ENDLESS)
-        next(manager.stream_text(request))
-        self.break_at("release", engine, RuntimeError("device lost"), monkeypatch)
-        manager.close()
-        with pytest.raises(WorkerError, match="device lost"):
-            manager.result(request, WAIT_S)
 
-    @pytest.mark.parametrize("error", [RuntimeError("no table"), Panic("in Rust")])
-    def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(
-        self, engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        encode = engine.tokenizer.encode
+def test_a_failure_while_closing_reaches_every_waiter(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = StreamingManager(engine)
+    request = manager.add_request([1], ENDLESS)
+    next(manager.stream_text(request))
+    break_at("release", engine, RuntimeError("device lost"), monkeypatch)
+    manager.close()
+    with pytest.raises(WorkerError, match="device lost"):
+        manager.result(request, WAIT_S)
 
-        def broken(text: str, special: bool = True) -> list[int]:
-            if text == "bad":
-                raise error
-            return encode(text, special)
 
-        monkeypatch.setattr(engine.tokenizer, "encode", broken)
-        with StreamingManager(engine, tokenize_workers=2) as manager:
-            bad, good = (manager.add_request(text, greedy(3)) for text in ("bad", WORDS))
+@pytest.mark.parametrize("error", [RuntimeError("no table"), Panic("in Rust")])
+def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(
+    engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = engine.tokenizer.encode
+
+    def broken(text: str, special: bool = True) -> list[int]:
+        if text == "bad":
+            raise error
+        return encode(text, special)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", broken)
+    with StreamingManager(engine, tokenize_workers=2) as manager:
+        bad, good = (manager.add_request(text, greedy(3)) for text in ("bad", WORDS))
+        for read in (lambda: manager.result(bad, WAIT_S), lambda: list(manager.stream_text(bad))):
             with pytest.raises(RoseError, match=f"request {bad} failed .*{type(error).__name__}") as told:
-                manager.result(bad, WAIT_S)
-            assert told.value.__cause__ is error
-            with pytest.raises(RoseError, match=f"request {bad} failed"):
-                list(manager.stream_text(bad))
-            assert manager.result(good, WAIT_S).finish_reason == "length"
-        assert_all_free(engine)
+                read()
+        assert told.value.__cause__ is error
+        assert manager.result(good, WAIT_S).finish_reason == "length"
+    assert_all_free(engine)
 
 
 LEFT_OPEN = """

@@ -126,16 +126,6 @@ def test_the_first_of_several_ends_of_sequence_stops_a_request(rung: str) -> Non
     assert [output.token_ids for output in ignoring] == plain
 
 
-def test_text_is_decoded_only_when_it_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = []
-    real = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or real(ids))
-    output = OfflineScheduler(engine_of(3, tokenizer)).run([[1]], greedy(4))[0]
-    assert decoded == []
-    assert output.text == output.text == real(output.token_ids)
-    assert decoded == [output.token_ids]
-
-
 def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
     engine = engine_of()
     assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
