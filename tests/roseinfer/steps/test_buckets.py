@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS, bucket_of
+from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS, bucket_of, places_for
 from rosellm.roseinfer.steps.planner import batch_bucket, batch_buckets
 
 
@@ -27,3 +27,7 @@ def test_large_buckets_are_whole_tiles():
 def test_the_batch_buckets_are_those_of_every_batch():
     for most in range(1, 700):
         assert batch_buckets(most) == sorted({batch_bucket(n) for n in range(1, most + 1)})
+
+
+def test_a_choice_of_first_tokens_is_for_1_16_64_or_256_sequences():
+    assert [places_for(n) for n in (1, 2, 16, 17, 64, 65, 256)] == [1, 16, 16, 64, 64, 256, 256]

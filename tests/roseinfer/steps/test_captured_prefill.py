@@ -12,18 +12,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
-from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, LONG_PREFIX, tile_columns
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, tile_columns
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.captured_prefill import (
-    PLACES,
-    CapturedPrefill,
-    LayerSize,
-    layer_size,
-    places_for,
-    room_of,
-)
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, LayerSize, layer_size, room_of
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
@@ -88,10 +81,39 @@ def poison(engine: Engine) -> None:
     prompts.packed.state.rows[-1, 1:] = -1  # the spare row
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.fixture
+def room(monkeypatch) -> int:
+    """Of a GPU: engines take the keys of prefixes of 20 tokens and more in pieces."""
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: 16)
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.LONG_PREFIX", 20)
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 0.1)
+    return 16
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> list[LayerSize]:
+    """Sizes of the layers' runs."""
+    runs, run_layers = [], CapturedPrefill._run_layers
+
+    def noted(self, *size):
+        runs.append(size)
+        return run_layers(self, *size)
+
+    monkeypatch.setattr(CapturedPrefill, "_run_layers", noted)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("rung", "is_cut"),
+    [*((rung, False) for rung in RUNGS), pytest.param(BEST_RUNG, True, marks=pytest.mark.slow)],
+)
 @shared
 @given(st.integers(0, 10**9))
-def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(captured, rung, seed):
+def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(
+    captured, request, rung, is_cut, seed
+):
+    if is_cut:
+        request.getfixturevalue("room")
     requests = random_requests(random.Random(seed), 6)
     expected = run_program(small_engine(MODEL, recipe="resident_step"), requests, seed)
     engine = small_engine(MODEL, recipe=rung)
@@ -106,16 +128,15 @@ def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(captured
 def test_a_prefill_captured_at_first_use_writes_nothing_of_the_one_before_it(captured, rung):
     """Warming up must not repeat the latest prefill: its blocks may be another sequence's by then."""
     engine = small_engine(MODEL, recipe=rung, warm_up=False)
-    kept = greedy_sequences(engine, random_prompts([9, 3], seed=2), 6)
-    engine.prefill(kept)
-    for sequence in kept:
-        engine.release(sequence)
+    assert engine.step.n_captured == 0
+    generate(engine, random_prompts([9, 3], seed=2), 1)
     engine.blocks.k_cache.fill_(float("nan"))
-    (other,) = greedy_sequences(engine, random_prompts([30], seed=3), 6)
-    engine.prefill([other])  # another bucket
+    engine.prefill(greedy_sequences(engine, random_prompts([30], seed=3), 6))  # another bucket
     written = ~engine.blocks.k_cache[0].isnan().any(dim=-1).any(dim=1)  # [N_BLOCKS, BLOCK_SIZE]
     assert written.sum() == 30
     assert engine.late_captures == engine.step.n_captured > 0
+    engine.warm_up()
+    assert engine.late_captures == 0
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -158,17 +179,6 @@ def test_a_penalised_first_token_changes_the_counts_of_its_own_request_alone(cap
     assert torch.equal(before, table) and before.any(dim=1).sum() == 3
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_chunks_that_complete_no_prompt_choose_no_token(captured, rung):
-    engine = small_engine(MODEL, recipe=rung)
-    (sequence,) = greedy_sequences(engine, random_prompts([20]), 3)
-    before = engine.step.worker.state.rows.clone()
-    engine.begin_prefill([sequence], [8])
-    assert torch.equal(engine.step.worker.state.rows, before) and sequence.n_cached == 8
-    engine.prefill([sequence])
-    assert sequence.n_output == 1
-
-
 @pytest.mark.parametrize(("lengths", "most"), [([50] * 3, 128), ([2] * 5, 4096)])
 def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, monkeypatch, lengths, most):
     monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.CAPTURED_TOKENS", most)
@@ -195,11 +205,6 @@ def test_last_logits_are_those_of_the_prompts_in_their_order(captured):
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
-def test_every_number_of_sequences_has_the_smallest_choice_that_holds_it():
-    assert [places_for(n) for n in (1, 2, 16, 17, 64, 65, 256)] == [1, 16, 16, 64, 64, 256, 256]
-    assert list(PLACES) == sorted(PLACES)
-
-
 @pytest.fixture
 def large(captured) -> CapturedPrefill:
     """Of an engine of 256 rows; nothing is captured."""
@@ -221,32 +226,36 @@ def test_a_run_that_is_captured_has_a_program_for_each_tile(large, seed):
     assert n_tiles <= large.buffer.layer_inputs(*size).columns.shape[1] <= size[0]
 
 
-def test_few_prompts_have_few_programs(large):
-    def programs(n_tokens: int, n_prompts: int) -> int:
-        return large.buffer.layer_inputs(*layer_size(n_tokens, n_prompts, False)).columns.shape[1]
-
-    assert [programs(n, 1) for n in (1, 16, 64, 512, 1000, 1025)] == [1, 16, 17, 24, 32, 276]
-    assert [programs(n, 17) for n in (17, 64, 512, 1000, 1025)] == [32, 64, 264, 272, 276]
+PADDED = [[(0, 3)], [(1, 4), (2, 2)], [(1, 1)]]  # chunks of prompts: (whose, how many tokens)
+IN_PIECES = [[(0, 40), (2, 25)], [(0, 10), (1, 3), (2, 5)]]
+GPT2, QWEN3 = small_config(), small_config(**MODERN)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(
-    "config",
+    ("config", "chunks", "most"),
     [
-        pytest.param(small_config(), marks=pytest.mark.slow, id="gpt2"),
-        pytest.param(small_config(**MODERN), id="qwen3"),
+        pytest.param(GPT2, PADDED, 16, marks=pytest.mark.slow, id="gpt2, padded"),
+        pytest.param(QWEN3, PADDED, 16, id="qwen3, padded"),
+        pytest.param(GPT2, IN_PIECES, 64, marks=pytest.mark.slow, id="gpt2, in pieces"),
+        pytest.param(QWEN3, IN_PIECES, 64, marks=pytest.mark.slow, id="qwen3, in pieces"),
     ],
 )
-def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
-    model, prompts = random_model(0, config), random_prompts([3, 5, 2])
+def test_the_kernels_give_the_same_tokens(captured, request, replayed, device, config, chunks, most):
+    if chunks is IN_PIECES:
+        request.getfixturevalue("room")
+    lengths = [sum(n for chunk in chunks for whose, n in chunk if whose == i) for i in range(3)]
+    model, prompts = random_model(0, config), random_prompts(lengths)
     expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
-    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
+    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4, "max_model_len": most}
     engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
-    first, *others = greedy_sequences(engine, prompts, 2)
-    engine.prefill([first])
-    engine.begin_prefill(others, [4, 5])
-    engine.prefill(others[:1])
-    assert decode_all(engine, [first, *others]) == expected
+    sequences = greedy_sequences(engine, prompts, 2)
+    for chunk in chunks:
+        replayed.clear()
+        engine.begin_prefill([sequences[i] for i, _ in chunk], [n for _, n in chunk])
+    list(engine.step.collect())
+    assert ((BLOCK_M, "pieces") in replayed) == (chunks is IN_PIECES) or device == "cuda"
+    assert decode_all(engine, sequences) == expected
     assert engine.late_captures == 0 or device == "cpu"
 
 
@@ -269,61 +278,6 @@ def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, devic
     assert outputs[0] == outputs[1]
 
 
-# Long prefixes, before whose last tokens attention takes its keys in pieces.
-
-
-@pytest.fixture
-def room(monkeypatch) -> int:
-    """Of a GPU for all these engines, whose prefixes are long from 20 tokens on."""
-    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: 16)
-    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.LONG_PREFIX", 20)
-    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 0.1)
-    return 16
-
-
-@pytest.fixture
-def replayed(monkeypatch) -> list[LayerSize]:
-    """Sizes of the layers' runs."""
-    runs, run_layers = [], CapturedPrefill._run_layers
-
-    def noted(self, *size):
-        runs.append(size)
-        return run_layers(self, *size)
-
-    monkeypatch.setattr(CapturedPrefill, "_run_layers", noted)
-    return runs
-
-
-@pytest.mark.slow
-@shared
-@given(st.integers(0, 10**9))
-def test_tokens_are_the_same_where_long_prefixes_are_cut(captured, room, replayed, seed):
-    requests = random_requests(random.Random(seed), 6)
-    expected = run_program(small_engine(MODEL, recipe="resident_step"), requests, seed)
-    engine = small_engine(MODEL, recipe=BEST_RUNG)
-    for _ in range(2):
-        poison(engine)
-        assert run_program(engine, requests, seed) == expected
-    assert engine.late_captures == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
-def test_the_kernels_give_the_same_tokens_in_pieces(captured, room, replayed, device, config):
-    model, prompts = random_model(0, config), random_prompts([50, 3, 30])
-    expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
-    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4}
-    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
-    sequences = greedy_sequences(engine, prompts, 2)
-    engine.begin_prefill([sequences[0], sequences[2]], [40, 25])
-    replayed.clear()
-    engine.prefill(sequences)
-    assert (BLOCK_M, "pieces") in replayed or device == "cuda"
-    assert decode_all(engine, sequences) == expected
-    assert engine.late_captures == 0 or device == "cpu"
-
-
 def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     sequences = greedy_sequences(engine, random_prompts([50, 19, 60]), 2)
@@ -344,21 +298,6 @@ def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
     engine.begin_prefill([sequence])
     assert replayed and not any(tiling == "pieces" for _, tiling in replayed)
     assert not any(tiling == "pieces" for _, tiling in engine.step.worker.prompts._layer_sizes())
-
-
-@pytest.mark.parametrize("n_positions, extra", [(4096, [64, 128, *range(256, 1025, 128)]), (1024, [])])
-def test_an_h200_captures_few_more_graphs_for_long_prefixes(captured, monkeypatch, n_positions, extra):
-    """Of a model of 16 heads of 128 numbers in 16 bits, and none for prefixes that cannot be long."""
-
-    def room(_model, most_positions: int) -> int:
-        return room_for(torch.bfloat16, 128, 16, 2, 132) if most_positions > LONG_PREFIX else 0
-
-    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", room)
-    model = random_model(0, small_config(n_positions=n_positions))
-    engine = small_engine(model, recipe=BEST_RUNG, block_size=64, max_batch_size=2, warm_up=False)
-    sizes = engine.step.worker.prompts._layer_sizes()
-    assert [tokens for tokens, tiling in reversed(sizes) if tiling == "pieces"] == extra
-    assert sizes == sorted(set(sizes), reverse=True)
 
 
 @pytest.mark.gpu
@@ -388,15 +327,6 @@ def test_there_is_room_for_pieces_on_a_gpu_if_prefixes_may_be_long(device):
 # What is captured, and when.
 
 
-def test_an_engine_without_warm_up_captures_at_first_use(captured):
-    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
-    assert engine.step.n_captured == engine.late_captures == 0
-    run_program(engine, random_requests(random.Random(1), 4), 1)
-    assert engine.late_captures > 0
-    engine.warm_up()
-    assert engine.late_captures == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", ["resident_step", *RUNGS, "persistent_kernel"])
 @pytest.mark.parametrize("sizes", [{"max_batch_size": 6}, {"max_batch_size": 20, "max_model_len": 50}])
@@ -407,30 +337,6 @@ def test_no_request_waits_for_a_capture(captured, rung, sizes):
         requests = random_requests(random.Random(seed), 6, WISHES[seed : seed + 2])
         run_program(engine, requests, seed)
     assert engine.late_captures == 0
-
-
-def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
-    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
-    step, runs, bind = engine.step.worker, [], engine.step.worker.bind
-    step.bind = lambda state, variant: (runs.append(variant), bind(state, variant))[1]
-    step.bind.variant = bind.variant
-    captures = [capture for capture in step.captures() if capture.func == step.step]
-    for capture in captures:
-        capture()
-    modes = len(step.next_tokens.chooser.modes)
-    assert modes > 1 and len(runs) == len(captures) // modes
-
-
-def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
-    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
-    engine.warm_up(5)
-    assert {(bucket, mode) for bucket, mode, _ in engine.step.worker._steps} == {
-        (8, "greedy"),
-        (8, "drawn"),
-        (8, "filtered"),
-        (8, "penalised"),
-    }
-    assert engine.step.worker.prompts._layer_runs == {}
 
 
 def test_a_host_driven_step_warmed_up_for_some_rows_has_their_graph_alone(captured):
@@ -454,20 +360,6 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
         for longest in range(1, 1025):
             for mode, share in product(step.next_tokens.chooser.modes, (0.1, 0.6, 0.9, 1)):
                 assert (bucket, mode, bind.variant(bucket, longest, share * longest)) in keys
-
-
-def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(captured):
-    model = random_model(0, small_config(eos_token_ids=(3, 5, 7)))
-    engine = small_engine(model, recipe=BEST_RUNG, warm_up=False)
-    numbers, advance = set(), engine.step.worker.next_tokens.advance
-
-    def counting(*, state, **arguments) -> None:
-        numbers.add(len(state.stop_tokens))
-        advance(state=state, **arguments)
-
-    engine.step.worker.next_tokens.advance = counting
-    engine.warm_up()
-    assert numbers == {3}
 
 
 def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, monkeypatch):
