@@ -17,11 +17,13 @@ from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, best_rung, check_launch,
 from tests.helpers import CPU, small_config
 
 CUDA = torch.device("cuda")
+GPU_MODEL = SimpleNamespace(device=CUDA, config=small_config(), whole=small_config())
 
 
 @pytest.fixture
 def gpu_of(monkeypatch):
     def pretend(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     return pretend
@@ -29,59 +31,56 @@ def gpu_of(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "rung"),
-    [
-        ((7, 0), "small_gemm"),
-        ((7, 5), "small_gemm"),
-        ((8, 0), "small_gemm"),
-        ((8, 9), "small_gemm"),
-        ((9, 0), "split_kv"),
-        ((10, 0), "split_kv"),
-        ((12, 0), "split_kv"),
-    ],
+    [((7, 0), "small_gemm"), ((8, 9), "small_gemm"), ((9, 0), "split_kv"), ((12, 0), "split_kv")],
     ids=str,
 )
-def test_a_gpu_before_hopper_takes_the_best_rung_without_dependent_launch(capability, rung, gpu_of):
+def test_the_best_rung_has_dependent_launches_from_hopper_on_and_a_cpus_does_not_ask_its_gpu(
+    capability, rung, gpu_of
+):
     gpu_of(*capability)
     assert best_rung(CUDA) == get_rung(None, CUDA) == rung
     check_launch(LADDER[rung], CUDA)
-
-
-def test_a_cpu_takes_the_best_rung_whatever_gpu_there_is(gpu_of):
-    gpu_of(8, 0)
     assert best_rung(CPU) == get_rung(None, CPU) == BEST_RUNG
     check_launch(LADDER[BEST_RUNG], CPU)
+    eager, graph, on_cpu = (
+        choose_recipe(benchmark_scheduler.BENCHMARK.parse_options(["--paged-attn", *options.split()]))
+        for options in ("--device cuda", "--device cuda --cuda-graph", "--device cpu --cuda-graph")
+    )
+    assert (eager, graph, on_cpu) == (replace(LADDER[rung], runner="eager"), rung, BEST_RUNG)
 
 
-@pytest.mark.parametrize("rung", [name for name in LADDER if LADDER[name].launch == "dependent"])
-def test_a_rung_of_dependent_launches_is_refused_before_hopper(rung, gpu_of):
-    gpu_of(8, 6)
-    gpu = SimpleNamespace(device=CUDA, config=small_config(), whole=small_config())
-    with pytest.raises(RecipeError, match=r"9\.0 or more, cuda has 8\.6: use rung='small_gemm'") as raised:
-        Engine(gpu, recipe=rung)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_gpu_that_cannot_run_the_kernels_is_refused(gpu_of):
-    gpu_of(6, 1)
-    with pytest.raises(DeviceError, match=r"has compute capability 6\.1; kernels need 7\.0") as raised:
-        Engine(SimpleNamespace(device=CUDA, config=small_config(), whole=small_config()))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("capability", "rung"), [((8, 0), "small_gemm"), ((9, 0), "split_kv")], ids=str)
-def test_the_benchmarks_take_the_best_rung_of_the_device_that_their_options_name(
-    capability, rung, gpu_of, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("capability", "rung", "error", "message"),
+    [
+        *(
+            ((8, 6), name, RecipeError, r"9\.0 or more, cuda has 8\.6: use rung='small_gemm'")
+            for name in LADDER
+            if LADDER[name].launch == "dependent"
+        ),
+        ((6, 1), None, DeviceError, r"has compute capability 6\.1; kernels need 7\.0"),
+    ],
+)
+def test_a_gpu_that_cannot_run_a_rung_refuses_it(capability, rung, error, message, gpu_of):
     gpu_of(*capability)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    eager = benchmark_scheduler.BENCHMARK.parse_options(["--device", "cuda", "--paged-attn"])
-    assert choose_recipe(eager) == replace(LADDER[rung], runner="eager")
-    graph = benchmark_scheduler.BENCHMARK.parse_options(["--device", "cuda", "--paged-attn", "--cuda-graph"])
-    assert choose_recipe(graph) == rung
-    graph.device = "cpu"
-    assert choose_recipe(graph) == BEST_RUNG
+    with pytest.raises(error, match=message) as raised:
+        Engine(GPU_MODEL, recipe=rung)
+    assert "\n" not in str(raised.value)
 
 
-def test_an_llm_tells_its_rung():
-    assert LLM(device="cpu", num_kv_blocks=4).rung == BEST_RUNG
-    assert LLM(device="cpu", num_kv_blocks=4, rung="paged").rung == "paged"
+def test_the_records_of_a_gpu_before_hopper_are_made_on_its_best_rung(gpu_of, monkeypatch):
+    gpu_of(8, 0)
+    monkeypatch.setattr(recordings, "get_model", lambda *_: None)
+    monkeypatch.setattr(recordings.experiments, "ledgers", lambda _model, rungs, *_: rungs)
+    monkeypatch.setattr(recordings.experiments, "step_grid", lambda _model, rung, *_: [rung])
+    monkeypatch.setattr(recordings.experiments, "cold_start", lambda *arguments: arguments[-1])
+    arguments = SimpleNamespace(size=SIZES["full"], model="gpt2", device="cuda", load_format="dummy")
+    assert recordings.ledger_w6(arguments) == ["small_gemm"]
+    assert recordings.cold_start(arguments) == {"rung": "small_gemm", "seconds": "small_gemm"}
+    grid = recordings.grid(arguments)
+    assert (grid["rung"], {*grid["rows"]}) == ("small_gemm", {"small_gemm"})
+    assert list(grid["few"]) == ["small_gemm", "split_kv"]
+
+
+@pytest.mark.parametrize("rung", [None, "paged"])
+def test_an_llm_tells_its_rung(rung):
+    assert LLM(device="cpu", num_kv_blocks=4, rung=rung).rung == (rung or BEST_RUNG)

@@ -16,21 +16,13 @@ from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe,
 from tests.helpers import FAMILIES, generate, random_model, random_prompts, small_config, small_engine
 
 CHOICES = recipe_choices()
-FIRST_RUNGS = [
-    "dense",
-    "paged",
-    "no_mask",
-    "pinned_h2d",
-    "autotune",
-    "cuda_graph",
-    "triton_append",
-    "full_batch",
-    "identity_pos",
-    "mutable_block_info",
-    "reused_index_buffers",
-    "resident_tables",
-    "one_table",
-]
+ALONE_IMPOSSIBLE = (
+    {"activation": "epilogue"},
+    {"gemm": "small_m"},
+    {"all_reduce": "one_shot"},
+    {"exhibit": "persistent_layers"},
+    {"numerics": "invariant"},
+)
 
 
 def built(**fields) -> Recipe | str:
@@ -60,8 +52,11 @@ def possible_recipes() -> list[Recipe]:
     return list(dict.fromkeys(one for one in made if isinstance(one, Recipe)))
 
 
-def test_the_ladder_begins_with_the_documented_rungs_in_order():
-    assert list(LADDER)[: len(FIRST_RUNGS)] == FIRST_RUNGS
+def test_the_ladder_is_the_museum_and_then_the_recipes_each_described_along_every_axis():
+    assert list(LADDER) == [*MUSEUM, *RECIPES]
+    assert {tuple(rung.as_dict()) for rung in LADDER.values()} == {tuple(AXES)}
+    assert list(LADDER)[0] == "dense" and LADDER[BEST_RUNG].exhibit == "none"
+    assert [name for name, rung in LADDER.items() if rung.launch == "autotuned"] == ["autotune"]
 
 
 @pytest.mark.parametrize("rung", BEFORE)
@@ -69,9 +64,20 @@ def test_a_rung_differs_from_the_one_before_in_exactly_one_field(rung):
     assert len(LADDER[BEFORE[rung]].difference(LADDER[rung])) == 1
 
 
-def test_every_rung_says_what_it_is_along_every_axis():
-    assert {tuple(rung.as_dict()) for rung in LADDER.values()} == {tuple(AXES)}
-    assert list(LADDER) == [*MUSEUM, *RECIPES]
+def test_every_variant_of_every_field_is_used_by_some_rung():
+    used = {(name, value) for recipe in RECIPES.values() for name, value in asdict(recipe).items()}
+    used.add(("runner", "eager"))  # for what reads every kernel of a step
+    used.add(("numerics", "invariant"))  # a mode of the late rungs, and none of its own
+    used.add(("all_reduce", "one_shot"))  # of several ranks
+    assert used == {(name, value) for name, values in CHOICES.items() for value in values}
+
+
+def test_the_difference_of_two_recipes_names_fields_and_values():
+    assert LADDER["dense"].difference(LADDER["no_mask"]) == {
+        "attention": ("dense", "paged"),
+        "mask": ("dense", "none"),
+    }
+    assert LADDER["dense"].difference(LADDER["dense"]) == {}
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -81,11 +87,12 @@ def test_an_unknown_variant_is_refused_with_what_is_allowed(name):
     assert all(word in str(caught.value) for word in (name, "'wrong'", *CHOICES[name]))
 
 
-def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
+def test_an_impossible_combination_is_refused_in_one_sentence_that_names_a_field_as_it_was_given():
     refused = [(fields, built(**fields)) for fields in drawn_fields() if isinstance(built(**fields), str)]
-    assert refused and possible_recipes()
+    refused += [(one, built(**one)) for one in ALONE_IMPOSSIBLE]
+    assert len(refused) > len(ALONE_IMPOSSIBLE) and possible_recipes()
     for fields, sentence in refused:
-        assert "\n" not in sentence and len(sentence) < 200
+        assert "\n" not in sentence and len(sentence) < 200 and " needs " in sentence
         assert any(f"{name}={value!r}" in sentence for name, value in fields.items())
 
 
@@ -104,7 +111,10 @@ def test_an_engine_takes_a_rung_by_name_or_any_recipe():
     assert (own.rung, own.recipe) == (None, recipe)
 
 
-def test_an_engine_refuses_a_model_that_its_rung_cannot_run_with_the_reason():
+def test_an_unknown_rung_or_one_that_cannot_run_the_model_is_refused_with_the_reason():
     config = small_config(**FAMILIES["qwen3"] | {"family": "qwen3"})
     with pytest.raises(RecipeError, match="'persistent_layers' cannot run a model of family qwen3: its one"):
         Engine(random_model(0, config), recipe="persistent_kernel", num_kv_blocks=4)
+    with pytest.raises(RecipeError, match="'fastest'") as caught:
+        get_rung("fastest")
+    assert all(rung in str(caught.value) for rung in LADDER)

@@ -22,11 +22,10 @@ __all__ = ["captured"]
 class HungryStep:
     """Takes 5 GiB for a prefill, 1 GiB for its graphs and 3 MiB outside of torch for each; has 40."""
 
-    loaded = False
-
-    def __init__(self, memory: FakeMemory, n_largest: int = 4) -> None:
+    def __init__(self, memory: FakeMemory, n_largest: int) -> None:
         self.memory, self.n_largest, self.captured = memory, n_largest, 0
-        memory.held = Held(self)
+        step = weakref.ref(self)  # a pool is held as long as its graphs
+        memory.held = lambda: GiB * bool(step() is not None and step().captured)
 
     def rehearsals(self, n_tokens: int):
         return [lambda: self.memory.reserve(5 * GiB * n_tokens // 16384)]
@@ -38,41 +37,32 @@ class HungryStep:
         return [self._capture] * (40 - self.captured) if self.n_largest else []
 
     def _capture(self) -> None:
-        if not HungryStep.loaded:
-            HungryStep.loaded, self.memory.driver = True, self.memory.driver + 700 * MiB  # kernels
+        self.memory.driver = max(self.memory.driver, 700 * MiB)  # kernels, which stay loaded
         if not self.captured:
             self.memory.reserve(GiB)
         self.captured += 1
         self.memory.driver += 3 * MiB
-        weakref.finalize(self, release, self.memory, 3 * MiB)
+        weakref.finalize(self, release, self.memory)
 
 
-class Held:
-    """A pool is held as long as its graphs."""
-
-    def __init__(self, step: HungryStep) -> None:
-        self.step = weakref.ref(step)
-
-    def __call__(self) -> int:
-        step = self.step()
-        return GiB if step is not None and step.captured else 0
+def release(memory: FakeMemory) -> None:
+    memory.driver -= 3 * MiB
 
 
-def release(memory: FakeMemory, n_bytes: int) -> None:
-    memory.driver -= n_bytes
-
-
-@pytest.mark.parametrize(("n_tokens", "prefill"), [(16384, 5 * GiB), (8192, 5 * GiB // 2)])
-def test_prefill_pool_and_every_graph_count_but_not_the_kernels_that_stay_loaded(n_tokens, prefill):
-    memory, HungryStep.loaded = FakeMemory(), False
-    found = working_bytes(lambda: HungryStep(memory), n_tokens, memory)
-    assert found == prefill + GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10
-    assert memory.driver == 700 * MiB
-
-
-def test_a_step_without_graphs_takes_what_its_prefill_takes():
-    memory, HungryStep.loaded = FakeMemory(), False
-    assert working_bytes(lambda: HungryStep(memory, 0), 16384, memory) == 5 * GiB
+@pytest.mark.parametrize(
+    ("n_tokens", "n_largest", "n_bytes"),
+    [
+        (16384, 4, 6 * GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10),
+        (8192, 4, 5 * GiB // 2 + GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10),
+        (16384, 0, 5 * GiB),
+    ],
+)
+def test_prefill_pool_and_every_graph_count_but_not_the_kernels_that_stay_loaded(
+    n_tokens, n_largest, n_bytes
+):
+    memory = FakeMemory()
+    assert working_bytes(lambda: HungryStep(memory, n_largest), n_tokens, memory) == n_bytes
+    assert memory.driver == 700 * MiB * (n_largest > 0)
 
 
 @pytest.mark.parametrize("rung", ["packed_prefill", BEST_RUNG])
