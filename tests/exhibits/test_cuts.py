@@ -11,37 +11,28 @@ from rosellm.models.part import Part
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.tensor_parallel import load_engine
 
-cuts, _shards = load_exhibit("cuts"), load_exhibit("shards")
-shards, sums_over_time = _shards.shards, _shards.sums_over_time
-
+cuts = load_exhibit("cuts")
 MODELS = {name: arch_of(name) for name in ("rose-tiny", "rose-tiny-qwen3")} | cuts.MODELS
-CUT = [("rose-tiny", 4), ("rose-tiny-qwen3", 2), ("Llama-3.1-8B", 8)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model, n_ranks", CUT)
-def test_every_element_of_a_matrix_is_on_one_rank_and_each_has_its_share(model, n_ranks):
+@pytest.mark.parametrize("model, n_ranks", [("rose-tiny", 4), ("rose-tiny-qwen3", 2), ("Llama-3.1-8B", 8)])
+def test_every_element_of_a_matrix_is_on_one_rank_which_has_those_that_its_model_allocates(model, n_ranks):
     arch = MODELS[model]
-    for one in cuts.cut_matrices(arch, n_ranks):
-        covered = torch.zeros(one.rows, one.columns, dtype=torch.int8)
-        for region in one.regions:
-            covered[region.rows.start : region.rows.stop, region.columns.start : region.columns.stop] += 1
-        assert (covered == 1).all()
+    matrices = {f"{one.name}.weight": one for one in cuts.cut_matrices(arch, n_ranks)}
+    for one in matrices.values():
         assert one.is_cut_by_columns == (one.name in ("out", "down"))
-        if one.name != "lm_head":  # words are dealt 64 at a time
-            assert {one.elements(rank) * n_ranks for rank in range(n_ranks)} == {one.rows * one.columns}
-
-
-@pytest.mark.parametrize("model, n_ranks", CUT)
-def test_the_regions_of_a_rank_have_the_sizes_that_its_model_allocates(model, n_ranks):
-    arch = MODELS[model]
+        if arch.d_model < 1024:
+            covered = torch.zeros(one.rows, one.columns, dtype=torch.int8)
+            for region in one.regions:
+                rows, columns = (slice(span.start, span.stop) for span in (region.rows, region.columns))
+                covered[rows, columns] += 1
+            assert (covered == 1).all()
     for rank in range(n_ranks):
         with torch.device("meta"):
             own = Transformer(arch, Part(rank, n_ranks))
         sizes = {name: one.numel() for name, one in own.blocks[0].named_parameters() if one.dim() == 2}
         sizes["lm_head.weight"] = own.lm_head.weight.numel()
-        found = {f"{one.name}.weight": one.elements(rank) for one in cuts.cut_matrices(arch, n_ranks)}
-        assert found == sizes
+        assert {name: one.elements(rank) for name, one in matrices.items()} == sizes
 
 
 def test_a_step_reads_half_of_the_matrices_on_each_of_two_and_sums_twice_a_layer():
@@ -72,11 +63,3 @@ def test_a_step_s_sums_are_seen_and_the_tokens_are_those_of_one_rank():
         edges = [at for both in sorted([*one.computing, *one.sums]) for at in both]
         assert edges == sorted(edges) and (edges[0], edges[-1]) == (one.start, one.end)
         assert 0 < one.share < 1
-
-
-def test_shards_are_drawn_in_a_colour_for_each_rank_and_told_in_words():
-    drawn = shards(cuts.cut_matrices(MODELS["rose-tiny"], 2), 2, "cut")
-    assert drawn.svg.count("<rect") == 5 + 2 + 2 * (3 + 1 + 1 + 1 + 1)  # outlines, legend, regions
-    assert "out" in drawn.description and "columns" in drawn.description
-    large = shards(cuts.cut_matrices(cuts.MODELS["Qwen3-0.6B"], 2), 2, "cut")
-    assert "(drawn shorter)" in large.svg and "151,936 rows" in large.svg

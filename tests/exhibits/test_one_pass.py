@@ -8,19 +8,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rosellm.errors import OptionError, RecipeError
+from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.kernels import prefill
 from rosellm.roseinfer.recipe import LADDER, RECIPES
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import (
     MODERN,
-    TRITON_DEVICES,
-    WINDOWED,
     decode_all,
     generate,
     greedy_sequences,
@@ -28,7 +25,6 @@ from tests.helpers import (
     random_prompts,
     small_config,
     small_engine,
-    uncached_greedy,
 )
 from tests.roseinfer.steps.fake_graphs import captured
 from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests, room
@@ -36,7 +32,6 @@ from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests
 __all__ = ["captured", "room"]
 one_pass = load_exhibit("one_pass")
 JoinedPass, captured_sizes = one_pass.JoinedPass, one_pass.captured_sizes
-JOINED_PLACES, JOINED_TOKENS = one_pass.JOINED_PLACES, one_pass.JOINED_TOKENS
 MODEL = random_model(0)
 JOINED = LADDER["one_pass"]
 RUNGS = {
@@ -87,15 +82,6 @@ def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(request,
     assert engine.late_captures == 0
 
 
-MODELS = {"tied": {}, "untied": {"tie_embeddings": False}, "modern": MODERN, "windowed": WINDOWED}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LENGTHS = [7, 30, 2, 17, 9, 1, 24, 8]
-PROMPTS = random_prompts(LENGTHS, seed=4)
-
-
-# What is run.
-
-
 def running_engine(n: int = 3, **options) -> tuple[Engine, list]:
     """An engine on which ``n`` sequences decode."""
     engine = small_engine(MODEL, recipe=JOINED, **options)
@@ -104,111 +90,64 @@ def running_engine(n: int = 3, **options) -> tuple[Engine, list]:
     return engine, sequences
 
 
-def layer_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each run of the layers, from now on."""
-    ran: list[int] = []
-    for owner in (engine.step.worker, engine.step.joined.packed):
-        before = owner.layers_for
-        monkeypatch.setattr(owner, "layers_for", lambda rows, b=before: (ran.append(rows), b(rows))[1])
-    return ran
-
-
 def test_a_step_with_prompts_runs_the_layers_once_over_rows_and_tokens(monkeypatch):
     engine, running = running_engine()
     late = greedy_sequences(engine, random_prompts([6, 9]), 4)
-    ran = layer_runs(engine, monkeypatch)
+    ran: list[int] = []  # rows of each run of the layers
+    for owner in (engine.step.worker, engine.step.joined.packed):
+        before = owner.layers_for
+        monkeypatch.setattr(owner, "layers_for", lambda rows, b=before: (ran.append(rows), b(rows))[1])
     assert engine.begin_decode(running) == 3 and ran == []
     assert engine.begin_prefill(late, [6, 4]) == late[:1]
-    assert ran == [4 + 10]
     kinds = [(done.kind, done.sequences) for done in engine.step.collect()]
     assert kinds == [("decode", running), ("prefill", late[:1])]
     assert ran == [4 + 10] and [s.n_output for s in (*running, *late)] == [2, 2, 2, 1, 0]
 
 
-def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch):
+def test_a_joined_step_sends_one_copy_replays_two_runs_and_advances_a_row_that_a_prompt_takes_once(
+    captured, monkeypatch
+):
     engine, running = running_engine()
     (late,) = greedy_sequences(engine, random_prompts([6]), 4)
-    sends, send = [], StagingBuffer.send
+    joined, sends, replays, seen = engine.step.joined, [], [], []
+    send, choose = StagingBuffer.send, joined.packed.next_tokens
     monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
-    replays = []
-    for name in ("_layer_runs", "_token_runs"):
-        runs = getattr(engine.step.joined, name)
+    monkeypatch.setattr(
+        joined.packed, "next_tokens", lambda *given: (seen.append(given[-1].tolist()), choose(*given))[1]
+    )
+    for runs in (joined._layer_runs, joined._token_runs):
         for key, run in list(runs.items()):
             runs[key] = lambda key=key, run=run: (replays.append(key), run())[1]
     engine.begin_decode(running)
     engine.begin_prefill([late])
     assert len(sends) == 1 and engine.late_captures == 0
     assert replays == [(16, 32, "", False), (16, 16, "greedy")]
+    (slots,) = seen  # the prompt's old place among the decoding rows is the spare row's, 16
+    assert [slot for slot in sorted(slots) if slot != 16] == list(range(16))
+    assert slots[3] == 16 and slots[16] == 3
 
 
 @pytest.mark.parametrize("call", ["collect", "release", "last_logits", "begin_decode", "begin_prefill"])
 def test_a_held_decode_step_is_begun_by_whatever_call_comes_next(monkeypatch, call):
-    engine, running = running_engine(max_model_len=64)
+    engine, running = running_engine()
     begun, begin = [], engine.step._begin_step
     monkeypatch.setattr(engine.step, "_begin_step", lambda *given: (begun.append(given[0]), begin(*given))[1])
     monkeypatch.setattr(engine.step.joined, "takes", lambda counts: False)
     engine.begin_decode(running)
     assert begun == []
-    {
-        "collect": engine.step.collect,
-        "release": lambda: engine.release(running[0]),
-        "last_logits": engine.step.last_logits,
-        "begin_decode": lambda: engine.begin_decode(running),
-        "begin_prefill": lambda: engine.begin_prefill(greedy_sequences(engine, [[1]], 1)),
-    }[call]()
+    arguments = {
+        "release": running[:1],
+        "begin_decode": [running],
+        "begin_prefill": [greedy_sequences(engine, [[1]], 1)],
+    }
+    owner = engine.step if call in ("collect", "last_logits") else engine
+    getattr(owner, call)(*arguments.get(call, []))
     assert begun == [running]
-
-
-# Long prefixes, before whose last tokens attention takes its keys in pieces.
-
-
-@pytest.fixture
-def cut(monkeypatch) -> list[bool]:
-    """Of each run of a joined pass's layers, whether its keys are in pieces."""
-    monkeypatch.setattr(one_pass, "room_of", lambda model, most_positions: 16)
-    runs, run_layers = [], JoinedPass._run_layers
-
-    def noted(self, rows, tokens, variant, in_pieces, state):
-        runs.append(in_pieces)
-        return run_layers(self, rows, tokens, variant, in_pieces, state)
-
-    monkeypatch.setattr(JoinedPass, "_run_layers", noted)
-    return runs
-
-
-@pytest.fixture
-def combined(monkeypatch) -> list[int]:
-    """Of each run that combines pieces of tiles on a CPU, how many the most cut tile has."""
-    calls, combine = [], prefill.combine_tiles
-
-    def noted(out, partial, tiles, dependent):
-        calls.append(0 if tiles.columns.is_cuda else int(tiles.columns[-1].max()))
-        combine(out, partial, tiles, dependent)
-
-    monkeypatch.setattr(prefill, "combine_tiles", noted)
-    return calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
-def test_the_kernels_give_the_same_tokens_joined_in_pieces(captured, room, cut, combined, device, config):
-    model, prompts = random_model(0, config), random_prompts([3, 50])
-    expected = [uncached_greedy(model, prompt, 6) for prompt in prompts]
-    options = {"recipe": JOINED, "kernels": "triton", "max_batch_size": 4}
-    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
-    running, late = greedy_sequences(engine, prompts, 6)
-    engine.prefill([running])
-    cut.clear()
-    for chunk in (25, 8, 8, 9):
-        engine.begin_decode([running])
-        engine.begin_prefill([late], [chunk])
-    assert decode_all(engine, [running, late]) == expected
-    assert device == "cuda" or (False in cut and True in cut and max(combined) > 1)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_long_prompt_that_joins_in_chunks_gives_the_tokens_of_the_whole():
+    """Before its last tokens attention takes its keys in pieces."""
     model = random_model(0, small_config(n_positions=4096, **MODERN)).to("cuda")
     prompts = random_prompts([5, 3000])
     options = {"max_batch_size": 2, "block_size": 64}
@@ -223,25 +162,6 @@ def test_on_a_gpu_a_long_prompt_that_joins_in_chunks_gives_the_tokens_of_the_who
     assert engine.late_captures == 0 and any(cut for *_, cut in engine.step.joined._layer_runs)
 
 
-# Rows that change hands.
-
-
-def test_a_row_that_a_prompt_takes_is_advanced_once(captured, monkeypatch):
-    """Its old place among the decoding rows is the spare row's."""
-    engine, running = running_engine(3)
-    (late,) = greedy_sequences(engine, random_prompts([6]), 4)
-    packed, seen = engine.step.joined.packed, []
-    choose = packed.next_tokens
-    monkeypatch.setattr(
-        packed, "next_tokens", lambda *given: (seen.append(given[-1].tolist()), choose(*given))[1]
-    )
-    engine.begin_decode(running)
-    engine.begin_prefill([late])
-    (slots,) = seen
-    assert [slot for slot in sorted(slots) if slot != 16] == list(range(16))
-    assert slots[3] == 16 and slots[16] == 3
-
-
 def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_not_lost():
     engine, running = running_engine(3, max_batch_size=4)
     late = greedy_sequences(engine, random_prompts([2, 2]), 3)
@@ -250,9 +170,6 @@ def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_n
         engine.begin_prefill(late)
     list(engine.step.collect())
     assert [s.n_output for s in running] == [2, 2, 2]
-
-
-# What is captured, and what is refused.
 
 
 def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(captured):
@@ -265,17 +182,3 @@ def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(capture
             rows_of, tokens_of, places_of = joined.sizes(rows, [tokens - places + 1] + [1] * (places - 1))
             assert {(rows_of, tokens_of, "", False), (rows_of, places_of, "greedy")} <= keys
     assert captured_sizes(1, 1, 1) == (32, 32, 16)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"deterministic": True}, "numerics='invariant' needs exhibit='none'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs exhibit='none', not 'one_pass'"),
-    ],
-)
-def test_deterministic_mode_and_several_ranks_refuse_it_in_a_sentence(options, told):
-    from rosellm import LLM
-
-    with pytest.raises(RecipeError, match=told):
-        LLM("rose-tiny", rung="one_pass", **options)

