@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -17,17 +19,9 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES as SUPPORTED, read_arch
 from rosellm.models.weights import load_model, save_model
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
-from tests.helpers import (
-    ON_GPU,
-    decode_all,
-    generate,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-    small_engine,
-)
+from tests.helpers import generate, greedy_sequences, random_model, random_prompts, small_config, small_engine
 from tests.models.family_checks import sizes, their_model
 
 N_TOKENS = 10
@@ -39,8 +33,10 @@ SHAPES = {
     "deep-odd-heads": small_config(n_layers=5, n_heads=3, d_model=48, vocab_size=257, eos_token_ids=(3,)),
 }
 BOUNDS = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}
-"""Largest difference of two logits over the largest logit: some roundings (2^-24, 2^-11, 2^-8) a layer."""
-RUNGS = ["dense", BEST_RUNG]
+"""Of the steps' largest differences of two logits over the largest logit, the mean; twice that of each.
+
+Some roundings (2^-24, 2^-11, 2^-8) a layer.
+"""
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # A small model of every family, in the fields of its own config; windows are shorter than what is read.
 FAMILIES = {
@@ -51,7 +47,6 @@ FAMILIES = {
     "qwen3": {"head_dim": 16},
     "phi3": {"sliding_window": 11, "num_key_value_heads": 6},
 }
-NAMES = (*SHAPES, *FAMILIES, *SHIPPED_MODELS)
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
 # Shapes that no family's own model above has; d_model is 48, and contexts are longer than YaRN's original.
@@ -66,8 +61,12 @@ RARE: dict[str, tuple[str, dict]] = {
     "wide-heads": ("qwen2", {"head_dim": 22}),
     "odd-vocabulary": ("llama", {"vocab_size": 257, "tie_word_embeddings": True}),
 }  # fmt: skip
-WAYS = {rung: {"recipe": rung} for rung in ("dense", "paged", BEST_RUNG, "one_pass")}
-WAYS["deterministic"] = {"recipe": BEST_RUNG, "deterministic": True}
+NAMES = (*SHAPES, *FAMILIES, *SHIPPED_MODELS, *RARE)
+WAYS = {rung: {"recipe": rung} for rung in LADDER} | {
+    "deterministic": {"recipe": BEST_RUNG, "deterministic": True}
+}
+MAIN_WAYS = ("dense", "paged", BEST_RUNG, "one_pass", "deterministic")
+ON_EVERY_RUNG = ("two-heads", "qwen3", "mistral")  # of the models whose logits are compared
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,30 @@ class Theirs:
 
 @cache
 def arch_of(name: str) -> Arch:
-    if name in FAMILIES:
-        return read_arch(sizes(name) | {"model_type": name} | FAMILIES[name])
-    return SHAPES[name] if name in SHAPES else load_config(checkpoint_folder(name))
+    if name in SHAPES:
+        return SHAPES[name]
+    if name in SHIPPED_MODELS:
+        return load_config(checkpoint_folder(name))
+    family, fields = RARE.get(name) or (name, FAMILIES[name])
+    return read_arch(sizes(family) | {"model_type": family} | fields)
 
 
-def serves(rung: str, name: str) -> bool:
+def serves(way: str, name: str) -> bool:
     try:
-        LADDER[rung].check_serves(arch_of(name))
+        LADDER[WAYS[way]["recipe"]].check_serves(arch_of(name))
     except RecipeError:
         return False
     return True
+
+
+def runs(*values: Any, ways: Iterable[str] = WAYS, names: Iterable[str] = NAMES) -> Iterator[Any]:
+    """Models on each device by all ways that serve them; tuned launches would be interpreted on a CPU."""
+    for device, name, way in product(("cpu", "cuda"), names, ways):
+        is_tuned = LADDER[WAYS[way]["recipe"]].launch == "autotuned"
+        if serves(way, name) and (device == "cuda" or not is_tuned):
+            case = name, way, device, *values
+            marks = [pytest.mark.gpu] * (device == "cuda")
+            yield pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -144,78 +156,57 @@ def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
     return Theirs(tokens, steps, (best[..., 0] - best[..., 1]).min().item())
 
 
-def forced(
-    folder: Path, dtype: torch.dtype, device: str, tokens: list[list[int]], **options: Any
-) -> list[Tensor]:
-    """Our logits of prefill and each decode step, fed the same ``tokens`` whatever would be chosen."""
-    engine = small_engine(load_model(str(folder), torch.device(device), dtype), **options)
+theirs_once = cache(theirs)
+
+
+def engine_of(folder: Path, way: str, device: str, dtype: torch.dtype = torch.float32) -> Engine:
+    return small_engine(load_model(str(folder), torch.device(device), dtype), **WAYS[way])
+
+
+def errors(folder: Path, way: str, device: str, dtype: torch.dtype, expected: Theirs) -> list[float]:
+    """The largest error of our logits of prefill and of each decode step, in parts of the largest logit.
+
+    We are fed their tokens, whatever we would choose.
+    """
+    engine = engine_of(folder, way, device, dtype)
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
     engine.prefill(sequences)
     steps = [engine.step.last_logits().float().cpu().clone()]
     for step in range(N_TOKENS - 1):
-        for sequence, row in zip(sequences, tokens, strict=True):
+        for sequence, row in zip(sequences, expected.tokens, strict=True):
             sequence.tokens[-1] = row[step]
         engine.decode(sequences)
         steps.append(engine.step.last_logits().float().cpu().clone())
     for sequence in sequences:
         engine.release(sequence)
     engine.check_integrity()
-    return steps
+    largest = max(step.abs().max().item() for step in expected.logits)
+    found = zip(steps, expected.logits, strict=True)
+    return [(ours - theirs).abs().max().item() / largest for ours, theirs in found]
 
 
-RUNS = [pytest.param(dtype, "cpu", id=f"{dtype}-cpu".removeprefix("torch.")) for dtype in BOUNDS] + [
-    pytest.param(dtype, "cuda", id=f"{dtype}-gpu".removeprefix("torch."), marks=pytest.mark.gpu)
-    for dtype in BOUNDS
-]
-
-
-theirs_once = cache(theirs)
-
-
-@pytest.mark.parametrize("folder", NAMES, indirect=True)
-@pytest.mark.parametrize(("dtype", "device"), RUNS)
-def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path, dtype, device: str):
+@pytest.mark.parametrize(
+    ("folder", "way", "device", "dtype"),
+    [
+        one
+        for dtype in BOUNDS
+        for some in ({"ways": MAIN_WAYS}, {"names": ON_EVERY_RUNG})
+        for one in runs(dtype, **some)
+    ],
+    indirect=["folder"],
+)
+def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path, way, device, dtype):
     expected = theirs_once(folder, dtype, device)
-    largest = max(step.abs().max().item() for step in expected.logits)
-    for rung in RUNGS:
-        found = forced(folder, dtype, device, expected.tokens, recipe=rung)
-        errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
-        told = f"{folder.name} {rung} {device} {dtype}: max error prefill {errors[0]:.2e}"
-        print(f"{told}, steps {max(errors[1:]):.2e}, of the largest logit {max(errors) / largest:.1e}")
-        assert max(errors) <= BOUNDS[dtype] * largest
+    found = errors(folder, way, device, dtype, expected)
+    print(f"{folder.name} {way} {device} {dtype}: prefill {found[0]:.1e}, steps {max(found[1:]):.1e}")
+    assert mean(found) <= BOUNDS[dtype] and max(found) <= 2 * BOUNDS[dtype]
 
 
-CASES = [
-    pytest.param(name, rung, device, marks=[pytest.mark.gpu] * (device == "cuda"))
-    for device in ("cpu", "cuda")
-    for name in NAMES
-    for rung in LADDER
-    if serves(rung, name) and (device == "cuda" or LADDER[rung].launch != "autotuned")
-]
-
-
-@pytest.mark.parametrize(("folder", "rung", "device"), CASES, indirect=["folder"])
-def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: Path, rung: str, device: str):
+@pytest.mark.parametrize(("folder", "way", "device"), runs(), indirect=["folder"])
+def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: Path, way, device):
     expected = theirs_once(folder, torch.float32, device)
-    engine = small_engine(load_model(str(folder), torch.device(device), torch.float32), recipe=rung)
-    sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS)
-    engine.prefill(sequences)
     assert expected.smallest_lead > 1e-3
-    assert decode_all(engine, sequences) == expected.tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("folder", RARE, indirect=True)
-def test_rare_shapes_have_the_logits_and_greedy_tokens_of_transformers(folder: Path, way: str, device: str):
-    expected = theirs_once(folder, torch.float32, device)
-    largest = max(step.abs().max().item() for step in expected.logits)
-    found = forced(folder, torch.float32, device, expected.tokens, **WAYS[way])
-    errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
-    assert max(errors) <= BOUNDS[torch.float32] * largest < expected.smallest_lead
-    engine = small_engine(load_model(str(folder), torch.device(device), torch.float32), **WAYS[way])
-    assert generate(engine, prompts_for(folder), N_TOKENS) == expected.tokens
+    assert generate(engine_of(folder, way, device), prompts_for(folder), N_TOKENS) == expected.tokens
 
 
 def test_every_family_is_compared_on_every_rung_but_those_that_refuse_it():
@@ -230,9 +221,6 @@ def test_another_models_logits_would_be_noticed(tmp_path: Path):
     gpt = random_model(1, SHAPES["two-heads"])
     save_model(gpt, tmp_path, torch.float32)
     expected = theirs(tmp_path, torch.float32, "cpu")
-    largest = max(step.abs().max().item() for step in expected.logits)
     gpt.blocks[0].up.weight[0, :3] += 0.1
     save_model(gpt, tmp_path, torch.float32)
-    found = forced(tmp_path, torch.float32, "cpu", expected.tokens, recipe="dense")
-    errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
-    assert min(errors) > BOUNDS[torch.float32] * largest
+    assert min(errors(tmp_path, "dense", "cpu", torch.float32, expected)) > BOUNDS[torch.float32]

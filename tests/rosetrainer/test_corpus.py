@@ -13,11 +13,6 @@ HELD_OUT = next(f"m{i}.py" for i in range(1000) if is_validation(f"m{i}.py"))
 TRAINED_ON = [f"m{i}.py" for i in range(100) if not is_validation(f"m{i}.py")]
 
 
-@pytest.fixture(scope="module")
-def standard_library() -> Corpus:
-    return read_corpus()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One file to train on and one held out."""
@@ -37,36 +32,29 @@ def paths(sources: tuple[Source, ...]) -> list[str]:
 
 
 def test_the_split_depends_on_the_relative_path_alone(folder: Path) -> None:
-    before = read_corpus(folder)
     write(folder, TRAINED_ON[1], "c = 3\n")
     write(folder, HELD_OUT, "other = 'text'\n")
-    after = read_corpus(folder)
-    assert paths(after.validation) == paths(before.validation) == [HELD_OUT]
-    assert paths(after.train) == sorted([TRAINED_ON[0], TRAINED_ON[1]])
-
-
-def test_the_split_of_named_files_is_pinned() -> None:
+    corpus = read_corpus(folder)
+    assert paths(corpus.validation) == [HELD_OUT]
+    assert paths(corpus.train) == sorted(TRAINED_ON[:2])
     held_out = ["sched.py", "copyreg.py", "zoneinfo/__init__.py", "multiprocessing/connection.py"]
     trained_on = ["argparse.py", "json/decoder.py", "asyncio/tasks.py"]
     assert [path for path in held_out + trained_on if is_validation(path)] == held_out
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["site-packages/a.py", "pkg/__pycache__/d.py", "encodings/cp037.py", "sitecustomize.py", "notes.txt"],
+    ("path", "content"),
+    [
+        *((path, b"secret = 1\n") for path in ("site-packages/a.py", "pkg/__pycache__/d.py", "notes.txt")),
+        *((path, b"secret = 1\n") for path in ("encodings/cp037.py", "sitecustomize.py")),
+        *((TRAINED_ON[1], content) for content in (b"", b" \n\n", b"name = '\xff\xfe'\n")),
+    ],
+    ids=str,
 )
-def test_what_is_not_the_librarys_code_is_left_out(folder: Path, path: str) -> None:
+def test_files_that_are_not_the_librarys_code_or_no_text_are_left_out(folder: Path, path, content) -> None:
     before = read_corpus(folder)
-    write(folder, path, "secret = 1\n")
+    write(folder, path, content)
     assert read_corpus(folder) == before
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b" \n\n", b"name = '\xff\xfe'\n"], ids=["empty", "blank", "not UTF-8"]
-)
-def test_files_without_readable_text_are_left_out(folder: Path, content: bytes) -> None:
-    write(folder, TRAINED_ON[1], content)
-    assert paths(read_corpus(folder).train) == [TRAINED_ON[0]]
 
 
 def test_byte_order_marks_and_carriage_returns_do_not_reach_the_text(folder: Path) -> None:
@@ -75,11 +63,9 @@ def test_byte_order_marks_and_carriage_returns_do_not_reach_the_text(folder: Pat
 
 
 def test_of_equal_files_only_the_first_is_kept_whichever_side_it_is_on(folder: Path) -> None:
-    copy_of_trained = next(f"z{i}.py" for i in range(1000) if is_validation(f"z{i}.py"))
-    copy_of_held_out = next(f"z{i}.py" for i in range(1000) if not is_validation(f"z{i}.py"))
     before = read_corpus(folder)
-    write(folder, copy_of_trained, "a = 1\n")
-    write(folder, copy_of_held_out, "b = 2\n")
+    for side, text in ((True, "a = 1\n"), (False, "b = 2\n")):  # copies on the other side
+        write(folder, next(f"z{i}.py" for i in range(1000) if is_validation(f"z{i}.py") == side), text)
     assert read_corpus(folder) == before
 
 
@@ -96,10 +82,8 @@ def test_a_corpus_needs_a_file_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_held_out(
-    standard_library: Corpus,
-) -> None:
-    train = sum(source.n_bytes for source in standard_library.train)
-    held_out = sum(source.n_bytes for source in standard_library.validation)
+def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_held_out() -> None:
+    corpus = read_corpus()
+    train, held_out = (sum(one.n_bytes for one in side) for side in (corpus.train, corpus.validation))
     assert train > 5_000_000
     assert 0.005 < held_out / (train + held_out) < 0.05
