@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import combinations, product
 
 import pytest
 
 from rosellm.ladder.rungs import CudaGraph
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.resident import ResidentStep
-from tests.helpers import small_engine, uncached_greedy
+from tests.helpers import ON_GPU, small_engine, uncached_greedy
 from tests.roseinfer.lattice import (
     BUDGET,
-    DEVICES,
+    DETERMINISTIC_RUNGS,
     LEAST_LEAD,
     LONGEST_OUTPUT,
     MODELS,
-    ON_DEVICE,
+    MODERN_MODELS,
     TOGETHER,
     Combination,
     Served,
     Witness,
     Workload,
-    allowed_values,
     alone,
     covering_array,
     parts,
-    pieces_of,
     serve,
     values_of,
-    with_runner,
 )
 
 CASES = [pytest.param(c, "cpu", id=f"{c}-cpu") for c in covering_array("cpu", 1)]
@@ -47,7 +43,7 @@ def test_every_value_of_every_axis_gives_the_tokens_of_the_request_alone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("device", ON_DEVICE)
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_every_two_values_give_the_tokens_of_the_request_alone(device: str):
     for combination in covering_array(device, 2):
         try:
@@ -64,12 +60,15 @@ def check(combination: Combination, device: str) -> None:
     served = serve(engine, config_for(combination), work, combination.stream)
     assert [output.token_ids for output in served.outputs] == work.expected(combination.model)
     assert {output.finish_reason for output in served.outputs} == {"length"}
-    assert_runner(engine, combination)
+    assert_recipe(engine, combination)
     assert_batches(witness, combination, work)
-    assert_prefills(witness, combination, work)
     assert_pressure(engine, witness, served, combination, work)
-    assert_text(engine, served, combination)
-    assert_idle(engine)
+    assert_text(engine, served, combination.stream)
+    engine.check_integrity()
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.clear()
+        engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
 def engine_for(combination: Combination, device: str, work: Workload) -> Engine:
@@ -77,7 +76,7 @@ def engine_for(combination: Combination, device: str, work: Workload) -> Engine:
     return small_engine(
         model,
         tokenizer=tokenizer,
-        recipe=with_runner(combination.rung, combination.runner),
+        recipe=combination.recipe(deterministic=False),
         deterministic=combination.deterministic,
         max_batch_size=work.composition.places,
         num_kv_blocks=work.num_kv_blocks(combination),
@@ -93,49 +92,36 @@ def config_for(combination: Combination) -> SchedulerConfig:
     )
 
 
-def assert_runner(engine: Engine, combination: Combination) -> None:
+def assert_recipe(engine: Engine, combination: Combination) -> None:
     """The recipe is the combination's, and a graph was really captured, or its buffers made, where wanted."""
-    assert engine.recipe == combination.recipe() and engine.deterministic == combination.deterministic
+    assert engine.recipe == combination.recipe(combination.deterministic)
+    assert engine.deterministic == combination.deterministic
     is_graph, on_gpu = combination.runner == "graph", engine.device.type == "cuda"
     if isinstance(engine.step, ResidentStep):
         assert (engine.step.worker.graphs is not None) == (is_graph and on_gpu)
         assert engine.step.worker._steps
-        return
-    assert isinstance(engine.step, CudaGraph) == is_graph
-    assert not is_graph or engine.step.captured
+    else:
+        assert isinstance(engine.step, CudaGraph) == is_graph
+        assert not is_graph or engine.step.captured
 
 
 def assert_batches(witness: Witness, combination: Combination, work: Workload) -> None:
-    """All places were taken at once, where nothing keeps requests apart; rows moved up as others left."""
-    places = work.composition.places
-    if combination.forced or combination.prefill == "budget":
-        assert min(2, places) <= max(witness.rows) <= places
+    """Prompts were cut, or started as many at a time as they should, and in the order of the policy; all
+    places were taken at once, where nothing keeps requests apart."""
+    order, prefills = list(witness.first_seen), witness.prefills
+    if combination.policy == "fifo" or combination.composition in ("mixed", "crowded"):
+        assert (order == sorted(order)) == (combination.policy == "fifo")
+    is_cut, places = combination.prefill == "budget", work.composition.places
+    assert min(2, places) <= max(witness.rows) <= places
+    assert (witness.n_cut > 0) == is_cut
+    if is_cut:
+        assert max(map(sum, prefills)) <= (64 if combination.deterministic else BUDGET)
         return
-    assert max(witness.rows) == places
-    if combination.composition == "mixed" and LADDER[combination.rung].as_dict()["step"] == "resident":
-        assert witness.n_moves > 0
-
-
-def assert_prefills(witness: Witness, combination: Combination, work: Workload) -> None:
-    """Prompts were cut, or started as many at a time as they should, and in the order of the policy."""
-    order = list(witness.first_seen)
-    if combination.policy == "fifo":
-        assert order == sorted(order)
-    elif combination.composition in ("mixed", "crowded"):
-        assert order != sorted(order)
-    n_prompts, most = 1 + len(work.prompts), max(map(len, witness.prefills))
-    if combination.prefill == "budget":
-        aligned = 64 if combination.deterministic else BUDGET
-        assert max(map(sum, witness.prefills)) <= aligned
-        assert witness.n_cut > 0 and sum(map(len, witness.prefills)) > n_prompts
-        return
-    assert witness.n_cut == 0
-    at_once = work.composition.places
-    if combination.prefill == "several":
-        at_once = min(TOGETHER, at_once)
-    assert most <= at_once
+    at_once = min(TOGETHER, places) if combination.prefill == "several" else places
+    assert max(map(len, prefills)) <= at_once
     if not combination.forced:
-        assert most == at_once and sum(map(len, witness.prefills)) == n_prompts
+        assert max(witness.rows) == places and max(map(len, prefills)) == at_once
+        assert sum(map(len, prefills)) == 1 + len(work.prompts)
 
 
 def assert_pressure(
@@ -153,50 +139,51 @@ def assert_pressure(
     assert combination.deterministic or witness.n_clones > 0
 
 
-def assert_text(engine: Engine, served: Served, combination: Combination) -> None:
-    """The text of the tokens; in pieces at the stream's interval, several joined if they are read late."""
-    tokenizer, interval = engine.tokenizer, combination.stream
-    assert [o.text for o in served.outputs] == [tokenizer.decode(o.token_ids) for o in served.outputs]
-    if not interval:
-        return
-    expected = [pieces_of(output.token_ids, tokenizer, interval) for output in served.outputs]
-    assert ["".join(pieces) for pieces in served.pieces] == [output.text for output in served.outputs]
-    for pieces, smallest in zip(served.pieces, expected, strict=True):
-        assert set(accumulate(pieces)) <= set(accumulate(smallest))
-    assert [len(o.metrics.token_times) for o in served.outputs] == [len(o.token_ids) for o in served.outputs]
+def assert_text(engine: Engine, served: Served, interval: int) -> None:
+    """The text of the tokens, streamed in pieces of ``interval`` of them, or several joined if read late."""
+    assert [o.text for o in served.outputs] == [engine.tokenizer.decode(o.token_ids) for o in served.outputs]
+    for output, pieces in zip(served.outputs, served.pieces, strict=bool(interval)):
+        assert "".join(pieces) == output.text
+        assert len(pieces) <= -(-len(output.token_ids) // interval)
+        assert len(output.metrics.token_times) == len(output.token_ids)
 
 
-def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    if engine.prefix_cache is not None:
-        engine.prefix_cache.clear()
-        engine.check_integrity()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_values_that_can_occur_together_do(device: str, n: int):
-    found = {values for combination in covering_array(device, n) for values in values_of(combination, n)}
-    assert found == set(allowed_values(device, n))
-
-
-def every_combination() -> list[Combination]:
-    return [*covering_array("cpu", 1), *covering_array("cpu", 2)]
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_two_values_occur_together_but_those_that_cannot(device: str):
+    """Rungs with a runner of their own or without a prefix cache, modes that need certain kernels, one kernel
+    of whole layers, the preemption of the only request."""
+    axes = axes_on(device)
+    every = {
+        frozenset(pair)
+        for one, other in combinations(axes, 2)
+        for pair in product([(one, value) for value in axes[one]], [(other, value) for value in axes[other]])
+    }
+    names = [*axes]
+    found = {
+        frozenset((names[axis], value) for axis, value in pair)
+        for combination in covering_array(device, 2)
+        for pair in values_of(combination, 2)
+    }
+    runner_of = {rung: MUSEUM[rung].as_dict()["runner"] for rung in axes["rung"] if rung in MUSEUM}
+    other_runner = {"eager": "graph", "graph": "eager"}
+    fast_only = [rung for rung in axes["rung"] if rung not in DETERMINISTIC_RUNGS]
+    impossible = [{("rung", rung), ("runner", other_runner[runner])} for rung, runner in runner_of.items()]
+    impossible += [{("rung", rung), ("prefix_cache", True)} for rung in axes["rung"] if rung in STEPS]
+    impossible += [{("rung", rung), ("deterministic", True)} for rung in fast_only]
+    impossible += [{("rung", "persistent_kernel"), ("model", name)} for name in MODERN_MODELS]
+    impossible += [{("composition", "alone"), ("forced", True)}]
+    assert every - found == {frozenset(pair) for pair in impossible}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_expected_is_varied_nowhere_nearly_tied_and_what_an_uncached_model_gives(model: str):
-    works = {
-        (c.composition, c.forced, c.deterministic): Workload.of(c)
-        for c in every_combination()
-        if c.model == model
-    }
+def test_expected_tokens_are_varied_nowhere_nearly_tied_and_those_of_an_uncached_model(model: str):
+    served = [c for n in (1, 2) for c in covering_array("cpu", n) if c.model == model]
+    works = {(c.composition, c.forced, c.deterministic): Workload.of(c) for c in served}
     prompts = {tuple(prompt) for work in works.values() for prompt in [work.primer, *work.prompts]}
-    assert min(alone(model, prompt)[1] for prompt in prompts) > LEAST_LEAD
-    assert len({token for prompt in prompts for token in alone(model, prompt)[0]}) > 15
+    outputs, leads = zip(*(alone(model, prompt) for prompt in prompts), strict=True)
+    assert min(leads) > LEAST_LEAD and len({token for tokens in outputs for token in tokens}) > 15
     for prompt in sorted(prompts, key=len)[:2]:
-        assert alone(model, prompt)[0] == uncached_greedy(
-            parts(model, "cpu")[0], list(prompt), LONGEST_OUTPUT
-        )
+        expected = uncached_greedy(parts(model, "cpu")[0], list(prompt), LONGEST_OUTPUT)
+        assert alone(model, prompt)[0] == expected
