@@ -21,6 +21,7 @@ import torch
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
+from rosellm.lab.running.interruption import is_running
 from rosellm.models.arch import Arch
 from rosellm.models.loading import load_parts
 from rosellm.models.part import Part
@@ -117,14 +118,6 @@ def assert_ends(llm: LLM, prompts: list, pid: int, how: signal.Signals, after_s:
     assert time.monotonic() - sent[0] < WITHIN_S
     with pytest.raises(RankError, match=error):
         llm.generate(prompts, params, use_tqdm=False)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def other_ranks() -> list[int]:

@@ -67,20 +67,6 @@ def test_a_gpu_that_cannot_run_a_rung_refuses_it(capability, rung, error, messag
     assert "\n" not in str(raised.value)
 
 
-def test_the_records_of_a_gpu_before_hopper_are_made_on_its_best_rung(gpu_of, monkeypatch):
-    gpu_of(8, 0)
-    monkeypatch.setattr(recordings, "get_model", lambda *_: None)
-    monkeypatch.setattr(recordings.experiments, "ledgers", lambda _model, rungs, *_: rungs)
-    monkeypatch.setattr(recordings.experiments, "step_grid", lambda _model, rung, *_: [rung])
-    monkeypatch.setattr(recordings.experiments, "cold_start", lambda *arguments: arguments[-1])
-    arguments = SimpleNamespace(size=SIZES["full"], model="gpt2", device="cuda", load_format="dummy")
-    assert recordings.ledger_w6(arguments) == ["small_gemm"]
-    assert recordings.cold_start(arguments) == {"rung": "small_gemm", "seconds": "small_gemm"}
-    grid = recordings.grid(arguments)
-    assert (grid["rung"], {*grid["rows"]}) == ("small_gemm", {"small_gemm"})
-    assert list(grid["few"]) == ["small_gemm", "split_kv"]
-
-
 @pytest.mark.parametrize("rung", [None, "paged"])
 def test_an_llm_tells_its_rung(rung):
     assert LLM(device="cpu", num_kv_blocks=4, rung=rung).rung == (rung or BEST_RUNG)

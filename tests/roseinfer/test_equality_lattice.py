@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
+from rosellm.ladder.museum import MUSEUM, STEPS
 from rosellm.ladder.rungs import CudaGraph
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -24,6 +25,7 @@ from tests.roseinfer.lattice import (
     Witness,
     Workload,
     alone,
+    axes_on,
     covering_array,
     parts,
     serve,

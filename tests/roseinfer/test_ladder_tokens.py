@@ -112,19 +112,6 @@ def test_draws_by_temperature_beside_greedy_rows_are_those_of_the_resident_step(
     assert drawn(rung) == drawn("resident_step")
 
 
-@pytest.mark.slow
-@NO_GPU
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "rung",
-    [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", "reused_index_buffers", "one_table"],
-)
-def test_rungs_on_triton_in_the_interpreter_give_the_same_tokens(model, rung):
-    engine = small_engine(random_model(*MODELS[model]), recipe=rung, kernels="triton")
-    n = 2 if rung in TUNED else 4
-    assert generate(engine, PROMPTS[2:5], n) == [tokens[:n] for tokens in expected(model)[2:5]]
-
-
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize(
     "rungs",

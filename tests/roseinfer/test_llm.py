@@ -157,27 +157,6 @@ def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(l
         assert_idle(one)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([""], "^the prompt is empty"),
-        (["a", ""], "prompt 1: .*empty"),
-        ([[1], [1] * 60], "prompt 1: 60 prompt tokens and 6 new ones"),
-    ],
-)
-def test_a_bad_prompt_is_named_before_anything_runs(llm: LLM, monkeypatch, prompts, message: str) -> None:
-    monkeypatch.setattr(llm.engine, "begin_prefill", lambda *_: pytest.fail("a prompt ran"))
-    with pytest.raises(PromptError, match=message):
-        llm.generate(prompts, GREEDY)
-
-
-def test_progress_is_shown_only_if_wanted(llm: LLM, capsys: pytest.CaptureFixture) -> None:
-    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
-    assert capsys.readouterr().err == ""
-    llm.generate(["a", "b"], GREEDY)
-    assert "12/12" in capsys.readouterr().err
-
-
 def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_come(monkeypatch) -> None:
     class Bar:
         total, n = 20, 0
@@ -244,20 +223,6 @@ def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(ch
                 use()
         assert manager.result(manager.add_request([5, 6], GREEDY), 60).outputs == wanted[0].outputs
     assert tokens(llm.generate([5, 6], GREEDY)) == tokens(early.run([[5, 6]], GREEDY)) == tokens(wanted)
-
-
-def test_a_manager_is_refused_while_a_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = fake_llm(monkeypatch)
-    refused = []
-
-    def try_manager() -> None:
-        with pytest.raises(BusyError, match="LLM.generate"):
-            StreamingManager(llm)
-        refused.append(True)
-
-    call_before(llm.engine.step, try_manager)
-    llm.generate("b", GREEDY)
-    assert refused
 
 
 def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:

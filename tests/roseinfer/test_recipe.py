@@ -12,7 +12,7 @@ import pytest
 from rosellm.errors import RecipeError
 from rosellm.ladder.museum import AXES, MUSEUM
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe, recipe_choices
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe, get_rung, recipe_choices
 from tests.helpers import FAMILIES, generate, random_model, random_prompts, small_config, small_engine
 
 CHOICES = recipe_choices()
@@ -62,22 +62,6 @@ def test_the_ladder_is_the_museum_and_then_the_recipes_each_described_along_ever
 @pytest.mark.parametrize("rung", BEFORE)
 def test_a_rung_differs_from_the_one_before_in_exactly_one_field(rung):
     assert len(LADDER[BEFORE[rung]].difference(LADDER[rung])) == 1
-
-
-def test_every_variant_of_every_field_is_used_by_some_rung():
-    used = {(name, value) for recipe in RECIPES.values() for name, value in asdict(recipe).items()}
-    used.add(("runner", "eager"))  # for what reads every kernel of a step
-    used.add(("numerics", "invariant"))  # a mode of the late rungs, and none of its own
-    used.add(("all_reduce", "one_shot"))  # of several ranks
-    assert used == {(name, value) for name, values in CHOICES.items() for value in values}
-
-
-def test_the_difference_of_two_recipes_names_fields_and_values():
-    assert LADDER["dense"].difference(LADDER["no_mask"]) == {
-        "attention": ("dense", "paged"),
-        "mask": ("dense", "none"),
-    }
-    assert LADDER["dense"].difference(LADDER["dense"]) == {}
 
 
 @pytest.mark.parametrize("name", CHOICES)
