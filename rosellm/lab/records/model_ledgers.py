@@ -16,7 +16,6 @@ from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.floors import prefill_floors_us
 from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
-from rosellm.lab.records.step_records import step_shape
 from rosellm.lab.records.trace import PROFILED_STEP
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -28,64 +27,47 @@ from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 STEPS, PREFILLS = 8, 4
+ROOM = tokens_needed(STEPS) + 1
 
 
 def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
     """Return the ledger of a mid-run decode step, or of a prefill if each request generates one token.
 
-    At mid-run each request has half of its output. Raises ``LedgerError`` if the model has too few positions.
+    At mid-run each request has half of its output; lengths and sampling parameters are those of the
+    benchmark's own requests. Raises ``LedgerError`` if the model has too few positions.
     """
     needed = positions_needed(workload)
     if needed > model.config.n_positions:
         raise LedgerError(f"{workload.id} needs {needed} positions; the model has {model.config.n_positions}")
     if workload.max_new_tokens == 1:
-        return prefill_ledger(model, rung, *_prefilled_together(workload))
-    if workload.min_prompt_tokens is None and workload.min_new_tokens is None:
-        return _decode_ledger(model, rung, workload)
-    return _unequal_ledger(model, rung, workload)
-
-
-def positions_needed(workload: Workload) -> int:
-    """Return the longest length that a sequence of a workload's ledger reaches."""
-    if workload.max_new_tokens == 1:
-        return (workload.prompt_tokens or 1) + 1
-    return _prompt_length(workload) + _room()
-
-
-def _decode_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    prompts = make_prompts(workload.max_batch_size, _prompt_length(workload), model.config.vocab_size)
-    return step_ledger(Bench(model, rung, prompts, _room()), STEPS)
-
-
-def _unequal_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Account for requests with the lengths and sampling parameters of the benchmark's own."""
+        return _prefill_ledger(model, rung, workload)
     options = Namespace(**vars(BENCHMARK.parse_options(["--workload", workload.id])) | workload.flags())
     vocab_size, params = model.config.vocab_size, request_params(options)[: workload.max_batch_size]
-    prompts = map(len, benchmark_prompts(options, vocab_size))
-    halves = [n + own.max_tokens // 2 for n, own in zip(prompts, params, strict=False)]
-    lengths = [max(1, n - tokens_before_profile(STEPS)) for n in halves]
-    bench = Bench(model, rung, make_prompts(len(lengths), lengths, vocab_size), _room())
-    bench.params = [replace(own, max_tokens=_room()) for own in params]
+    prompts = benchmark_prompts(options, vocab_size)
+    lengths = [_prompt_length(len(p), own.max_tokens) for p, own in zip(prompts, params, strict=False)]
+    bench = Bench(model, rung, make_prompts(len(lengths), lengths, vocab_size), ROOM)
+    bench.params = [replace(own, max_tokens=ROOM) for own in params]
     bench.restart()
     return step_ledger(bench, STEPS)
 
 
-def _prompt_length(workload: Workload) -> int:
-    return max(1, step_shape(workload)[1] - tokens_before_profile(STEPS))
+def positions_needed(workload: Workload) -> int:
+    """Return the longest length that a sequence of a workload's ledger reaches."""
+    prompt = workload.prompt_tokens or 1
+    if workload.max_new_tokens == 1:
+        return prompt + 1
+    return _prompt_length(prompt, workload.max_new_tokens) + ROOM
 
 
-def _room() -> int:
-    return tokens_needed(STEPS) + 1
+def _prompt_length(prompt: int, new_tokens: int) -> int:
+    """Return the prompt length with which a request reaches the middle of its run in the profiled steps."""
+    return max(1, prompt - 1 + new_tokens // 2 - tokens_before_profile(STEPS))
 
 
-def _prefilled_together(workload: Workload) -> tuple[int, int]:
-    """Return how many prompts fit one iteration's token budget, and the tokens of each."""
+def _prefill_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
+    """Return the ledger of a prefill of as many prompts as fit one iteration's token budget."""
     length = workload.prompt_tokens or 1
-    return min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length)), length
-
-
-def prefill_ledger(model: Transformer, rung: str, prompts: int, length: int) -> Ledger:
-    """Return the ledger of a batched prefill of ``prompts`` prompts. Raises ``LedgerError``."""
+    prompts = min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length))
     prefills = Prefills(model, rung, prompts, length)
     floors = partial(prefill_floors_us, model.config, prompts, length, model.dtype.itemsize)
     return take_ledger(prefills.run, prefills.engine, PREFILLS, prompts, length, floors)

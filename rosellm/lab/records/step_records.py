@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
-
-import torch
 
 from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
+from rosellm.lab.records.step_time import StepTimes, free_memory, measure_steps, prompt_length, room
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import BEST_RUNG, RECIPES, Recipe
+from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 
 STEP_WORKLOADS = ("W0", "W1", "W2", "W3")
@@ -34,11 +31,7 @@ def step_shape(workload: Workload) -> tuple[int, int]:
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
     """Time every rung's step at a workload's batch size and mid-run context, in alternation."""
-    return steps_at(model, rungs, *step_shape(workload), **effort)
-
-
-def steps_at(model: Transformer, rungs: list[str], batch: int, context: int, **effort: Any) -> dict[str, Any]:
-    """Time every rung's step of ``batch`` rows with ``context`` cached tokens each, in alternation."""
+    batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
     return figures_of(batch, context, measure_steps(makers, **effort))
@@ -61,40 +54,34 @@ def leave_one_out(
     A recipe that is not possible maps to its reason. A repeat is the tokens per second of as many runs as
     take ``seconds``.
     """
-    recipes: dict[str, Recipe | str] = {"none": RECIPES[best], **one_step_back(best)}
-    engines = {
-        field: _engine(model, workload, recipe)
-        for field, recipe in recipes.items()
-        if isinstance(recipe, Recipe)
-    }
+    blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
+    sizes: dict[str, Any] = {"max_batch_size": workload.max_batch_size, "num_kv_blocks": blocks}
+    engines, refused = {"none": Engine(model, recipe=best, **sizes)}, dict[str, str]()
+    for field, recipe in one_step_back(best).items():
+        if isinstance(recipe, str):
+            refused[field] = recipe
+        else:
+            engines[field] = Engine(model, recipe=recipe, **sizes)
     prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
     tok_s: dict[str, list[float]] = {field: [] for field in engines}
     for turn in range(repeats + 1):
         for field, engine in engines.items():
-            speed = _whole_runs(engine, prompts, params, seconds if turn else 0.0)
+            speed = _whole_runs(Job(engine, prompts, params), seconds if turn else 0.0)
             tok_s[field] += [speed] if turn else []
-    refused = {field: reason for field, reason in recipes.items() if isinstance(reason, str)}
     return {"best": best, "tok_s": tok_s, "refused": refused}
 
 
-def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams, seconds: float) -> float:
+def _whole_runs(job: Job, seconds: float) -> float:
     taken, tokens = 0.0, 0
     while not tokens or taken < seconds:
-        run = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
+        run = run_scheduler_benchmark(job, 0, 1)["repeats"][0]
         taken, tokens = taken + run["total_time_s"], tokens + run["completion_tokens"]
     return tokens / taken
-
-
-def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
-    blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
-    return Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
 
 
 def figures_of(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:
     """Return step times for a record, and free the GPU's memory; context: mean cached tokens per row."""
     turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return {"batch": batch, "context": context, "turns_us": turns}
