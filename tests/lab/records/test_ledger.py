@@ -10,21 +10,19 @@ import pytest
 import torch
 
 import rosellm
-from rosellm.lab import measure
 from rosellm.lab.figures.palette import CAUSES
-from rosellm.lab.records import experiments, model_ledgers, recordings
+from rosellm.lab.records import experiments
 from rosellm.lab.records.account import LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
-from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace, read_trace
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.recipe import LADDER, best_rung
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.steps.step import STEP_RANGE
-from tests.helpers import CPU, TRITON_DEVICES
+from tests.helpers import TRITON_DEVICES
 from tests.ledgers import ROWS, ledger_of
 
 
@@ -86,26 +84,18 @@ def test_rows_sum_up_to_the_quieter_half_of_the_distances_of_first_kernels():
     assert {row.cause: row.launches for row in rows}["norm"] == 1
 
 
-def test_a_disturbed_profile_is_told():
-    usable, disturbed = (ledger_of(ROWS, busy_us=us) for us in (109.0, 111.0))
-    assert disturbed.is_disturbed and not usable.is_disturbed
-    assert "compare nothing" in disturbed.cross_check and "compare nothing" not in usable.cross_check
-
-
-def test_idle_time_is_that_of_an_unprofiled_step_and_kernels_stay_as_they_are():
-    rows = of_unprofiled(ROWS, 90.0, on_gpu=True)
-    assert [row.us for row in rows] == pytest.approx([60, 10, 5, 9, 3.6, 2.4])
+@pytest.mark.parametrize(
+    ("step_us", "on_gpu", "us"),
+    [
+        (90.0, True, [60, 10, 5, 9, 3.6, 2.4]),  # kernels stay as they are, idle time shrinks
+        (60.0, True, [48, 8, 4, 0, 0, 0]),  # kernels that the profiler kept from overlapping shrink alike
+        (50.0, False, [30, 5, 2.5, 7.5, 3, 2]),  # on a CPU the profiler slows operators, too
+    ],
+)
+def test_rows_are_rescaled_to_an_unprofiled_step(step_us, on_gpu, us):
+    rows = of_unprofiled(ROWS, step_us, on_gpu)
+    assert [row.us for row in rows] == pytest.approx(us)
     assert sum(row.share for row in rows) == pytest.approx(1)
-
-
-def test_kernels_that_the_profiler_kept_from_overlapping_shrink_alike():
-    rows = of_unprofiled(ROWS, 60.0, on_gpu=True)
-    assert [row.us for row in rows] == pytest.approx([48, 8, 4, 0, 0, 0])
-
-
-def test_on_a_cpu_where_the_profiler_slows_operators_too_all_rows_shrink_alike():
-    rows = of_unprofiled(ROWS, 50.0, on_gpu=False)
-    assert [row.us for row in rows] == pytest.approx([row.us / 2 for row in ROWS])
 
 
 def test_overlapped_time_belongs_to_the_kernel_that_started_first():
@@ -125,13 +115,16 @@ def test_gaps_inside_a_graph_that_was_launched_ahead_are_between_kernels():
     assert microseconds(Trace(events)) == {"norm": 10, "head": 17, "between kernels": 1 + 2}
 
 
-def test_what_overhangs_the_profiled_steps_is_cut_off():
-    events = steps(2, 10)
+def test_what_overhangs_the_profiled_steps_is_cut_off_and_the_unknown_is_not_named():
+    events = [*steps(2, 10), kernel("mystery", 4, 1, 4)]
     events += [kernel("Memcpy HtoD", -3, 5, -4, "copy"), kernel("gelu", 0, 4, 0), kernel("gelu", 10, 4, 10)]
     events += [kernel("Memcpy DtoH", 8, 9, 7, "copy")]
-    us = microseconds(Trace(events))
+    rows = account(Trace(events))
+    us = {row.cause: row.us for row in rows}
     assert (us["copy HtoD"], us["copy DtoH"], us["elementwise"]) == (2, 2, 2)
     assert sum(us.values()) == 10
+    ledger = ledger_of(rows)
+    assert (ledger.named, ledger.unknown, ledger.busy) == pytest.approx((0.6, 0.1, 0.7))
 
 
 def test_on_a_cpu_operators_and_the_host_between_them_make_the_step():
@@ -156,14 +149,6 @@ def test_on_a_cpu_operators_and_the_host_between_them_make_the_step():
     }
 
 
-def test_what_has_no_known_purpose_and_what_is_idle_is_not_named():
-    events = steps(2, 10)
-    for t in (0, 10):
-        events += [kernel("mystery", t, 1, t), kernel("gelu", t + 1, 6, t)]
-    ledger = ledger_of(account(Trace(events)))
-    assert (ledger.named, ledger.unknown, ledger.busy) == pytest.approx((0.6, 0.1, 0.7))
-
-
 def test_a_trace_without_two_steps_or_with_one_that_launched_nothing_is_refused():
     with pytest.raises(LedgerError, match="holds 1 steps; a ledger needs two"):
         account(Trace(steps(1, 10)))
@@ -171,47 +156,26 @@ def test_a_trace_without_two_steps_or_with_one_that_launched_nothing_is_refused(
         account(Trace([*steps(2, 10), kernel("gelu", 1, 2, 1)]))
 
 
-def test_the_innermost_range_names_the_host():
-    events = [on_host("a", 0, 10), on_host("a.b", 2, 6), on_host("a.b.c", 3, 4), on_host("d", 12, 13)]
-    assert Trace(events).host_at([-1, 0, 2, 3, 4, 6, 10, 12, 13]) == [
-        "outside the step", "a", "b", "c", "b", "a", "outside the step", "d", "outside the step",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "name, role",
+    ("name", "role"),
     [
-        ("_paged_attention_decode_kernel", "attention"),
-        ("_decode_attention_kernel", "attention"),
-        ("_combine_pieces_kernel", "attention"),
-        ("_plan_kernel", "attention"),
-        ("_position_heads_kernel", "elementwise"),
-        ("_silu_mul_kernel", "elementwise"),
-        ("_persistent_layers_kernel", "layers"),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
-        ("_kv_append_identity_pos_kernel", "append"),
+        ("_persistent_layers_kernel", "layers"),
         ("void at::native::index_elementwise_kernel<128, 4, index_put_kernel_impl<...>>", "put"),
         ("nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNT", "GEMM"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half>", "GEMM"),
         ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4>", "GEMM"),
         ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64", "GEMM"),
-        ("_few_rows_kernel", "GEMM"),
-        ("_some_rows_kernel", "GEMM"),
-        ("_best_tokens_kernel", "head"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::Half, float>", "norm"),
-        ("_add_norm_kernel", "norm"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", "elementwise"),
         ("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::Half, int>", "embedding"),
         ("void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>", "embedding"),
-        ("_embed_kernel", "embedding"),
         ("void at::native::reduce_kernel<512, 1, ReduceOp<ArgMaxOps<float>>>", "sampling"),
-        ("_advance_kernel", "sampling"),
         ("void cub::DeviceRadixSortOnesweepKernel<...>", "sampling"),
         ("mystery", "other"),
     ],
-)  # fmt: skip
-def test_kernels_are_known_by_their_names(name, role):
+)
+def test_library_kernels_are_known_by_their_names(name, role):
     assert kernel_role(name) == role
 
 
@@ -229,13 +193,18 @@ def test_every_triton_kernel_of_a_step_says_its_own_role():
 
 
 def test_operators_are_known_by_their_names():
-    assert [operator_role(n) for n in ("aten::addmm", "mkldnn::_linear_pointwise")] == ["GEMM", "GEMM"]
-    assert operator_role("aten::index_put_") == "put"
-    assert operator_role("aten::__or__") == operator_role("aten::add_") == "elementwise"
-    assert operator_role("aten::no_such_thing") == "other"
+    names = (
+        "addmm",
+        "mkldnn::_linear_pointwise",
+        "aten::index_put_",
+        "aten::__or__",
+        "aten::add_",
+        "nothing",
+    )
+    assert [operator_role(n) for n in names] == ["GEMM", "GEMM", "put", "elementwise", "elementwise", "other"]
 
 
-def test_what_stands_around_a_softmax_is_attention_and_what_follows_the_head_samples():
+def test_ambiguous_work_takes_the_role_of_its_neighbours():
     qkv = ["views", "embedding", "elementwise", "norm", "GEMM"]
     attention = ["views", "elementwise", "product", "softmax", "product", "views"]
     rest = ["product", "elementwise", "norm", "GEMM", "elementwise", "product"]
@@ -244,9 +213,6 @@ def test_what_stands_around_a_softmax_is_attention_and_what_follows_the_head_sam
         "inputs", "embedding", "elementwise", "norm", "GEMM", *["attention"] * 6, "GEMM",
         "elementwise", "norm", "GEMM", "elementwise", "GEMM", "norm", "head", "sampling", "sampling", "other",
     ]  # fmt: skip
-
-
-def test_what_surrounds_a_scatter_is_the_append_unless_it_follows_the_head():
     layer = ["norm", "GEMM", "views", "elementwise", "put", "elementwise", "put", "attention", "GEMM"]
     assert by_place([*layer, "norm", "GEMM", "elementwise", "put"]) == [
         "norm", "GEMM", *["append"] * 5, "attention", "GEMM", "norm", "head", "sampling", "sampling",
@@ -284,42 +250,37 @@ def test_a_trace_file_tells_where_the_host_waited_for_the_device(tmp_path):
     assert [e.started for e in trace.of("kernel")] == [1, 1]  # nodes of a graph: when the graph was launched
 
 
-def test_a_ledger_survives_its_record():
-    ledger = ledger_of(ROWS)
+def test_a_ledger_survives_its_record_and_a_disturbed_one_says_so():
+    ledger = ledger_of(ROWS, busy_us=109.0)
     record = json.loads(json.dumps(ledger.as_dict()))
-    assert Ledger.from_dict(record) == ledger
+    assert Ledger.from_dict(record) == ledger and not ledger.is_disturbed
     assert record["floor_us"] == 35
     assert record["busy"] == record["named"] == pytest.approx(0.75)
+    disturbed = replace(ledger, busy_us=111.0)
+    assert disturbed.is_disturbed and "compare nothing" in disturbed.cross_check
 
 
-def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
-    table = ledger_of(ROWS)._repr_markdown_().splitlines()
+def test_the_table_lists_every_row_and_what_the_profiler_adds_and_floors_if_there_are_any():
+    ledger = ledger_of(ROWS)
+    table = ledger._repr_markdown_().splitlines()
     assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 | 30.0 |"
     assert len(table) == 2 + len(ROWS) + 3
     assert "takes 75.0 % of the step, other work 0.0 %; in 25.0 % nothing runs" in table[-1]
     assert "The profiled step took 200 µs (+100.0 %)" in table[-1]
-    assert repr(ledger_of(ROWS)).splitlines() == table  # in a terminal
-
-
-def test_a_table_without_any_floor_has_no_column_of_them():
-    ledger = ledger_of(ROWS)
-    bare = replace(ledger, rows=tuple(replace(row, floor_us=None) for row in ledger.rows))
+    assert repr(ledger).splitlines() == table  # in a terminal
+    bare = replace(ledger, rows=tuple(replace(row, floor_us=None) for row in ROWS))
     table = bare._repr_markdown_().splitlines()
-    assert table[:3] == [
-        "| cause | µs | share | launches |",
-        "|:--|--:|--:|--:|",
-        "| GEMM | 60.0 | 60.0 % | 48 |",
-    ]
-    assert {line.count("|") for line in table[:-2]} == {5}
+    assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 |" and {row.count("|") for row in table[:-2]} == {5}
 
 
-def test_floors_agree_with_the_bytes_floor_of_the_records():
-    """Which leaves out activations: a few percent."""
-    results = find()
+def test_a_floor_is_set_by_bytes_or_by_operations_whichever_take_longer():
+    results, shape = find(), KNOWN_SHAPES["gpt2"]
     bytes_per_us = max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
-    floors = floors_us(KNOWN_SHAPES["gpt2"], 64, 1 + 256, 2, Ceiling(bytes_per_us, 1e12))
+    floors = floors_us(shape, 64, 1 + 256, 2, Ceiling(bytes_per_us, 1e12))
     together = floors["GEMM"] + floors["head"] + floors["attention"]
-    assert floor_us(results, "W2") < together < floor_us(results, "W2") * 1.1
+    assert floor_us(results, "W2") < together < floor_us(results, "W2") * 1.1  # which has no activations
+    slow = floors_us(shape, 1024, 1, 2, Ceiling(4e6, 1e6))
+    assert slow["head"] == 2 * 1024 * shape.vocab_size * shape.d_model / 1e6
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -327,12 +288,6 @@ def test_what_is_timed_as_reading_reads_all_of_it(device):
     source = torch.randint(-1000, 1000, (3, BLOCK), dtype=torch.int32, device=device)
     sums = sum_blocks(source.flatten(), torch.full((3,), 7, dtype=torch.int32, device=device))
     assert torch.equal(sums, source.sum(1, dtype=torch.int32))
-
-
-def test_a_floor_is_set_by_operations_where_they_take_longer_than_the_bytes():
-    shape = KNOWN_SHAPES["gpt2"]
-    slow = floors_us(shape, 1024, 1, 2, Ceiling(4e6, 1e6))
-    assert slow["head"] == 2 * 1024 * shape.vocab_size * shape.d_model / 1e6
 
 
 def test_a_prefill_of_one_token_has_the_floor_of_a_step_without_cached_ones():
@@ -355,7 +310,7 @@ def tiny():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", list(LADDER)[-1]])
+@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", BEST_RUNG])
 def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     prompts = make_prompts(4, [3, 9], tiny.config.vocab_size)
     ledger = step_ledger(Bench(tiny, rung, prompts, tokens_needed(3) + 1), steps=3)
@@ -379,6 +334,9 @@ def test_the_context_is_that_of_the_profiled_steps(tiny):
     later = 2 * (3 + 1)  # un-profiled ones, and those whose functions are timed
     cached = sum(s.n_cached for s in bench.sequences) / 2 - later  # after the step that only ends the third
     assert ledger.context == (cached - 4 + cached - 2) / 2
+    figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
+    assert [Ledger.from_dict(one).name for one in figures.values()] == list(figures)
+    assert all(one["context"] == pytest.approx(60, abs=4) for one in figures.values())
 
 
 def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
@@ -390,51 +348,6 @@ def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(LedgerError, match="whole number, 1 or more"):
             step_ledger(bench, steps=wrong)
-
-
-@pytest.mark.slow
-def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
-    figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
-    assert list(figures) == ["paged", "one_table"]
-    for rung, figure in figures.items():
-        assert Ledger.from_dict(figure).name == rung
-        assert figure["context"] == pytest.approx(60, abs=4)
-
-
-@pytest.mark.slow
-def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(recordings, "LEDGER_WORKLOADS", ("W3",))
-    asked = []
-    monkeypatch.setattr(
-        recordings.experiments,
-        "ledgers",
-        lambda model, rungs, batch, context: asked.append((rungs, batch, context)) or {rungs[0]: {}},
-    )
-    options = ["--device", "cpu", "--size", "full", "--output", str(tmp_path)]
-    assert measure.main([*options, "--workloads", "", "--experiments", "ledger,ledger_w6"]) == 0
-    here = [rung for rung in LADDER if rung != "autotune"]
-    assert asked == [*(([rung], 256, 32) for rung in here), ([best_rung(CPU)], 1024, 256)]
-    assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
-    assert (tmp_path / "ledger_w6.json").exists()
-
-
-@pytest.mark.slow
-def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sample(monkeypatch, tmp_path):
-    asked = []
-
-    def noted(bench, steps):
-        asked.append(([len(sequence.tokens) for sequence in bench.sequences], bench.params))
-        return step_ledger(bench, steps)
-
-    monkeypatch.setattr(model_ledgers, "step_ledger", noted)
-    options = ["--device", "cpu", "--output", str(tmp_path), "--workloads", "", "--experiments", "ledger_w8"]
-    assert measure.main(options) == 0
-    figures = json.loads((tmp_path / "ledger_w8.json").read_text())["figures"]
-    assert list(figures) == ["W8", "W9", "W10"]
-    assert all(Ledger.from_dict(one).batch == SIZES["small"].rows for one in figures.values())
-    lengths, temperatures = zip(*((tuple(n), params[0].temperature) for n, params in asked), strict=True)
-    assert len(set(lengths)) == 1 and len(set(lengths[0])) > 1
-    assert temperatures == (0.0, 0.6, 0.8) and asked[2][1][0].top_k == 50
 
 
 @pytest.mark.gpu
