@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from rosellm.errors import RecipeError, SamplingError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
@@ -30,11 +29,7 @@ from tests.helpers import (
 N_TOKENS = 16
 LENGTHS = [1, 2, 7, 8, 9, 17, 30]
 PROMPTS = random_prompts(LENGTHS, seed=1)
-TUNED = [name for name, recipe in LADDER.items() if recipe.launch == "autotuned"]
-ON_TORCH = [name for name in LADDER if name not in TUNED]
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-
-
+ON_TORCH = [name for name, rung in LADDER.items() if rung.launch != "autotuned"]
 MODELS = {
     "tied": (0, small_config(eos_token_ids=(3,))),
     "modern": (0, small_config(eos_token_ids=(3,), **MODERN)),

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -25,25 +24,33 @@ from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from tests.roseinfer.ranks import (
     LOADED_WITHIN_S,
     WITHIN_S,
+    assert_ends,
     have_ended,
     other_ranks,
     program,
-    ranks_of,
-    run,
     seconds_until,
     spawned_by,
+    tokens_of,
 )
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP]
-SCRIPT = """
+HANGS = "rank 1 of 2 made no progress for 6 seconds"
+START = """
 from rosellm import LLM, SamplingParams
-import multiprocessing, sys
+import ctypes, multiprocessing
 llm = LLM(tensor_parallel_size=2, device="cpu")
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-while True:
-    llm.generate("import os", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True), use_tqdm=False)
+params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 """
+FOR_EVER = f"""{START}
+while True:
+    llm.generate("import os", params, use_tqdm=False)
+"""
+BUSY_BETWEEN = f"""{START}
+ctypes.PyDLL(None).sleep(8)  # holding the lock of the interpreter
+llm.generate("import os", params, use_tqdm=False)
+"""
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -51,33 +58,46 @@ def llm() -> LLM:
     return LLM(tensor_parallel_size=2, device="cpu", max_batch_size=4)
 
 
+def is_named(how: object) -> str | None:
+    return how.name if isinstance(how, signal.Signals) else None
+
+
+# Another rank ends.
+
+
 @pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=lambda how: how.name
+    ("n_ranks", "how", "error"),
+    [
+        (2, signal.SIGKILL, "rank 1 of 2 was killed by SIGKILL"),
+        pytest.param(2, signal.SIGSTOP, HANGS, marks=slow),
+        pytest.param(4, signal.SIGKILL, "of 4 was killed by SIGKILL", marks=slow),
+    ],
+    ids=is_named,
 )
-def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(llm, how):
-    pids, sent = other_ranks(), []
-
-    def end() -> None:
-        sent.append(time.monotonic())
-        os.kill(pids[0], how)
-
-    threading.Timer(0.5, end).start()
-    said = "was killed by SIGKILL" if how == signal.SIGKILL else "made no progress for 6 seconds"
-    with pytest.raises(RankError, match=f"rank 1 of 2 {said}"):
-        while True:
-            llm.generate(["import os"] * 4, LONG, use_tqdm=False)
-    assert time.monotonic() - sent[0] < WITHIN_S
+def test_a_rank_that_dies_or_hangs_while_it_runs_ends_all_with_its_error(n_ranks, how, error):
+    llm = LLM(tensor_parallel_size=n_ranks, device="cpu", max_batch_size=4)
+    pids = other_ranks()
+    assert len(pids) == n_ranks - 1
+    assert_ends(llm, ["import os"] * 4, pids[-1], how, 0.5, error)
     assert have_ended(pids)
-    with pytest.raises(RankError, match=said):
-        llm.generate("again", LONG, use_tqdm=False)
 
 
-def test_only_a_rank_whose_count_stays_the_same_look_after_look_hangs():
-    beats = [1, 1, 0]
-    counts = _Counts(beats, range(3), is_stopped=lambda rank: False)
-    for look in range(2 * HUNG_AFTER):  # rank 0 moves at every other look, rank 2 has not begun
-        beats[0] += look % 2
-        assert counts.look() == (1 if look >= HUNG_AFTER - 1 else None)
+@slow
+def test_a_rank_that_dies_while_nothing_runs_is_reported_at_the_next_request(llm):
+    pids = other_ranks()
+    os.kill(pids[0], signal.SIGKILL)
+    seconds_until(lambda: have_ended(pids))
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        llm.generate("import os", LONG, use_tqdm=False)
+
+
+@slow
+def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
+    with program("-c", FOR_EVER) as script:
+        (pid,) = spawned_by(script, 1)
+        os.kill(pid, signal.SIGSTOP)
+        assert f"RankError: {HANGS}" in script.communicate(timeout=LOADED_WITHIN_S)[1]
+    assert have_ended([pid])
 
 
 @dataclass(frozen=True)
@@ -103,18 +123,43 @@ class StuckLoad(Load):
         return super().part(part)
 
 
-@pytest.mark.slow
+@slow
 def test_a_rank_whose_step_never_ends_ends_the_engine_with_its_error(tmp_path):
     loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu", begun=tmp_path / "begun"))
     engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
     pids = other_ranks()
-    with pytest.raises(RankError, match="rank 1 of 2 made no progress for 6 seconds"):
-        run(engine, [[1, 2, 3]], LONG)
+    with pytest.raises(RankError, match=HANGS):
+        tokens_of(engine, [[1, 2, 3]], LONG)
     assert time.monotonic() - float((tmp_path / "begun").read_text()) < WITHIN_S
     assert have_ended(pids)
 
 
-@pytest.mark.slow
+@slow
+def test_an_error_of_either_rank_is_raised_and_ends_the_other(llm, monkeypatch):
+    with pytest.raises(RankError, match="rank 1 of 2 failed: .*no_such_command"):
+        llm.engine.group.send(("no_such_command", []))
+        llm.generate("import os", LONG, use_tqdm=False)
+    assert not other_ranks()
+    other = LLM(tensor_parallel_size=2, device="cpu", max_batch_size=4)
+    monkeypatch.setattr(other.engine.step.worker, "decode", lambda *_: 1 / 0)
+    for error, message in ((ZeroDivisionError, ""), (RankError, "rank 0 failed")):
+        with pytest.raises(error, match=message):
+            other.generate("import os", LONG, use_tqdm=False)
+        assert not other_ranks()
+
+
+# What is, and what is not, a rank that hangs.
+
+
+def test_only_a_rank_whose_count_stays_the_same_poll_after_poll_hangs():
+    beats = [1, 1, 0]
+    counts = _Counts(beats, range(3), is_stopped=lambda rank: False)
+    for poll in range(2 * HUNG_AFTER):  # rank 0 moves at every other poll, rank 2 has not begun
+        beats[0] += poll % 2
+        assert counts.look() == (1 if poll >= HUNG_AFTER - 1 else None)
+
+
+@slow
 @pytest.mark.parametrize("computes", [False, True], ids=["poll", "compute"])
 def test_threads_that_only_poll_are_not_taken_for_a_command_at_work(monkeypatch, computes):
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
@@ -138,61 +183,16 @@ def test_threads_that_only_poll_are_not_taken_for_a_command_at_work(monkeypatch,
     assert any(seen) if computes else not all(seen)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
-    with program("-c", SCRIPT) as script:
-        (pid,) = spawned_by(script, 1)
-        os.kill(pid, signal.SIGSTOP)
-        said = script.communicate(timeout=LOADED_WITHIN_S)[1]
-    assert "RankError: rank 1 of 2 made no progress for 6 seconds" in said
-    assert have_ended([pid])
+@slow
+def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing():
+    done = subprocess.run([sys.executable, "-c", BUSY_BETWEEN], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):
-    pids = other_ranks()
-    os.kill(pids[0], signal.SIGKILL)
-    seconds_until(lambda: have_ended(pids))
-    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        llm.generate("import os", LONG, use_tqdm=False)
+# Rank 0 ends.
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_ends_the_other_three():
-    engine = ranks_of("rose-tiny", 4)
-    pids = other_ranks()
-    assert len(pids) == 3
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankError, match="was killed by SIGKILL"):
-        run(engine, [[1, 2, 3]] * 4, replace(LONG, max_tokens=200))
-    assert have_ended(pids)
-
-
-@pytest.mark.slow
-def test_an_error_of_a_rank_is_told_by_its_words(llm):
-    with pytest.raises(RankError, match="rank 1 of 2 failed: .*no_such_command"):
-        llm.engine.group.send(("no_such_command", []))
-        llm.generate("import os", LONG, use_tqdm=False)
-    assert not other_ranks()
-
-
-@pytest.mark.slow
-def test_an_error_of_rank_0_ends_the_others_and_is_itself_raised(llm, monkeypatch):
-    class Broken(Exception):
-        pass
-
-    def broken(*_: object) -> None:
-        raise Broken
-
-    monkeypatch.setattr(llm.engine.step.worker, "decode", broken)
-    with pytest.raises(Broken):
-        llm.generate("import os", LONG, use_tqdm=False)
-    assert not other_ranks()
-    with pytest.raises(RankError, match="rank 0 failed"):
-        llm.generate("import os", LONG, use_tqdm=False)
-
-
-@pytest.mark.slow
+@slow
 def test_a_dropped_llm_ends_its_ranks():
     llm = LLM(tensor_parallel_size=2, device="cpu")
     llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)
@@ -202,48 +202,28 @@ def test_a_dropped_llm_ends_its_ranks():
     seconds_until(lambda: have_ended(pids))
 
 
-BUSY = """
-from rosellm import LLM, SamplingParams
-import ctypes, multiprocessing
-llm = LLM(tensor_parallel_size=2, device="cpu")
-print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-ctypes.PyDLL(None).sleep(8)  # holding the lock of the interpreter
-print(len(llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)), flush=True)
-"""
+@slow
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name
+)
+def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(how):
+    with program("-c", FOR_EVER) as script:
+        pids = [int(pid) for pid in script.stdout.readline().split()]
+        assert len(pids) == 1
+        time.sleep(0.5)
+        to_all = how == signal.SIGINT  # as a terminal sends Ctrl-C
+        (os.killpg if to_all else os.kill)(script.pid, how)
+        seconds_until(lambda: have_ended(pids))
+        if to_all:
+            assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
 
 
-@pytest.mark.slow
-def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing():
-    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split()[1:] == ["1"], done.stderr
-
-
-@pytest.fixture
-def script() -> Iterator[subprocess.Popen]:
-    """A program of a few lines whose LLM runs for ever."""
-    with program("-c", SCRIPT) as process:
-        yield process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
-def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(script, how):
-    pids = [int(pid) for pid in script.stdout.readline().split()]
-    assert len(pids) == 1
-    time.sleep(0.5)
-    to_all = how == signal.SIGINT  # as a terminal sends Ctrl-C
-    (os.killpg if to_all else os.kill)(script.pid, how)
-    seconds_until(lambda: have_ended(pids))
-    if to_all:
-        assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
-
-
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "how, is_read", [(signal.SIGTERM, True), (signal.SIGKILL, False)], ids=["SIGTERM", "SIGKILL-and-unread"]
 )
-def test_when_rank_0_ends_while_ranks_load_no_rank_is_left_even_if_none_reads_what_it_says(how, is_read):
-    with program("-c", SCRIPT) as script:
+def test_when_rank_0_ends_while_ranks_load_no_rank_is_left_even_if_none_reads_its_output(how, is_read):
+    with program("-c", FOR_EVER) as script:
         pids = spawned_by(script, 1)
         time.sleep(0.3)  # of the seconds that the rank's imports take
         if not is_read:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import RankError
-from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER, best_rung, recipe_choices
+from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung, recipe_choices
 from tests.helpers import random_prompts
-from tests.roseinfer.ranks import WITHIN_S, have_ended, other_ranks
+from tests.roseinfer.ranks import assert_ends, have_ended, logits_of, other_ranks, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 PROMPTS = random_prompts([1, 40, 7, 200, 16, 90], vocab_size=4096)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.8, seed=3)
 FILTERED, PENALISED = replace(DRAWN, top_k=40, top_p=0.9), replace(DRAWN, repetition_penalty=1.2)
-WISHES = [GREEDY, DRAWN, FILTERED, PENALISED, GREEDY, DRAWN]
+MIXED = [GREEDY, DRAWN, FILTERED, PENALISED, GREEDY, DRAWN]
 
 
 def llm(model: str, n_ranks: int, **options) -> LLM:
@@ -31,51 +26,30 @@ def llm(model: str, n_ranks: int, **options) -> LLM:
     return LLM(model, tensor_parallel_size=n_ranks, **(small | options))
 
 
-def logits_of(engine: Engine) -> torch.Tensor:
-    """Of a prefill and three decode steps."""
-    sequences = [engine.make_sequence(prompt, GREEDY) for prompt in PROMPTS]
-    engine.prefill(sequences)
-    logits = [engine.step.last_logits().clone()]
-    for _ in range(3):
-        engine.decode(sequences)
-        logits.append(engine.step.last_logits().clone())
-    return torch.stack(logits)
+def best(all_reduce: str) -> Recipe:
+    return replace(LADDER[best_rung(torch.device("cuda"))], all_reduce=all_reduce)
 
 
 @pytest.mark.parametrize("all_reduce", recipe_choices()["all_reduce"])
 @pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
 def test_two_gpus_give_the_tokens_of_one_in_fp32(model, all_reduce):
-    recipe = replace(LADDER[best_rung(torch.device("cuda"))], all_reduce=all_reduce)
-    answers = [
-        [output.outputs[0].token_ids for output in one.generate(PROMPTS, WISHES, use_tqdm=False)]
-        for one in (llm(model, n, dtype="float32", recipe=recipe) for n in (1, 2))
-    ]
-    assert answers[0] == answers[1]
+    one, two = (llm(model, n, dtype="float32", recipe=best(all_reduce)).engine for n in (1, 2))
+    assert tokens_of(one, PROMPTS, MIXED) == tokens_of(two, PROMPTS, MIXED)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_logits_of_two_gpus_in_bf16_are_those_of_one(model):
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512}
-    one, two = (logits_of(llm(model, n, **options).engine) for n in (1, 2))
+    one, two = (logits_of(llm(model, n, **options).engine, PROMPTS, GREEDY, 3) for n in (1, 2))
     assert (one - two).abs().max() < 0.1 * one.std()  # logits of 2 to 4 are 1/64 apart in bf16
 
 
 @pytest.mark.parametrize("all_reduce", recipe_choices()["all_reduce"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_a_gpu_whose_rank_dies_or_hangs_ends_the_engine(how, all_reduce):
-    recipe = replace(LADDER[best_rung(torch.device("cuda"))], all_reduce=all_reduce)
-    own = llm("rose-tiny", 2, recipe=recipe)
-    own.generate(PROMPTS, GREEDY, use_tqdm=False)
-    pids, sent = other_ranks(), []
-
-    def end() -> None:
-        sent.append(time.monotonic())
-        os.kill(pids[-1], how)
-
-    threading.Timer(0.3, end).start()
-    with pytest.raises(RankError, match="rank 1 of 2"):
-        while True:
-            own.generate(PROMPTS, replace(GREEDY, max_tokens=200), use_tqdm=False)
-    assert time.monotonic() - sent[0] < WITHIN_S
+    two = llm("rose-tiny", 2, recipe=best(all_reduce))
+    two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    pids = other_ranks()
+    assert_ends(two, PROMPTS, pids[-1], how, 0.3, "rank 1 of 2")
     assert have_ended(pids[-1:])
     torch.cuda.synchronize()
