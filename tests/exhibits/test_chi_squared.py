@@ -37,7 +37,7 @@ def test_fair_draws_are_refused_as_often_as_the_chance_says():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "message"),
     [
         (counted(20, 15, 10, 4), "49 draws are too few to judge a token so rare; draw 50 or more"),
         (torch.tensor([], dtype=torch.int64), "0 draws are too few"),
@@ -45,7 +45,6 @@ def test_fair_draws_are_refused_as_often_as_the_chance_says():
         (torch.tensor([-2, 1]), "tokens -2 to 1 are outside a vocabulary of 5"),
     ],
 )
-def test_draws_that_cannot_be_judged_are_refused_in_one_line(tokens, told):
-    with pytest.raises(DrawsError, match=told) as caught:
+def test_draws_that_cannot_be_judged_are_refused_in_one_line(tokens, message):
+    with pytest.raises(DrawsError, match=f"^{message}.*$"):
         fit(tokens, PROBS)
-    assert "\n" not in str(caught.value)

@@ -17,12 +17,6 @@ ladder = load_exhibit("model_ladder")
 MODEL, RESULTS, QWEN = "Qwen3-0.6B", find(), KNOWN_SHAPES["Qwen/Qwen3-0.6B"]
 
 
-def results_with(tmp_path, name: str, figures: dict) -> Results:
-    (tmp_path / MODEL).mkdir()
-    (tmp_path / MODEL / f"{name}.json").write_text(json.dumps({"figures": figures}))
-    return Results(tmp_path)
-
-
 @pytest.mark.parametrize(("modern", "twin"), ladder.TWINS.items())
 def test_gpt2_predicts_the_twin_of_a_workload_but_for_one_token_of_its_floor(modern, twin):
     assert step_shape(MODEL_WORKLOADS[modern]) == step_shape(WORKLOADS[twin])
@@ -42,17 +36,10 @@ def test_twice_the_layers_take_twice_the_time_above_the_floor_on_rungs_that_run_
     assert ladder.gpt2_ladder(RESULTS, "D1").keys() - once.keys() == {"persistent_kernel"}
 
 
-def test_a_recorded_ladder_has_the_median_step_of_each_rung_in_order(tmp_path):
-    turns = {"paged": [[5.0, 6.0, 9.0]], "dense": [[8.0, 7.0]]}
-    found = ladder.recorded_ladder(results_with(tmp_path, "steps-D1", {"turns_us": turns}), MODEL, "D1")
-    assert list(found.items()) == [("dense", 7.5), ("paged", 6.0)]
-
-
 def test_a_missing_record_is_refused_with_the_command_that_makes_it(tmp_path):
-    command = "--model Qwen/Qwen3-0.6B --workloads '' "
-    with pytest.raises(RecordError, match=command + "--ladder D1"):
+    with pytest.raises(RecordError, match="--model Qwen/Qwen3-0.6B --workloads '' --ladder D1"):
         ladder.recorded_ladder(Results(tmp_path), MODEL, "D1")
-    with pytest.raises(RecordError, match=command + "--ledgers D1,D8"):
+    with pytest.raises(RecordError, match="--model Qwen/Qwen3-0.6B --workloads '' --ledgers D1,D8"):
         ladder.recorded_ledgers(Results(tmp_path), MODEL)
 
 
@@ -65,7 +52,14 @@ def test_what_a_layer_takes_above_the_floor_counts_from_the_same_floor_for_both_
         ladder.rest_a_layer(RESULTS, "gpt2", ladder.GPT2, "D1")
 
 
-def test_disturbed_ledgers_are_left_out(tmp_path):
+def test_a_recorded_ladder_has_median_steps_in_order_and_disturbed_ledgers_are_left_out(tmp_path):
     both = {"D1": ledger_of(ROWS), "D8": ledger_of(ROWS, busy_us=200.0)}
-    results = results_with(tmp_path, "ledgers", {name: one.as_dict() for name, one in both.items()})
-    assert list(ladder.recorded_ledgers(results, MODEL)) == ["D1"]
+    (tmp_path / MODEL).mkdir()
+    for name, figures in (
+        ("ledgers", {workload: one.as_dict() for workload, one in both.items()}),
+        ("steps-D1", {"turns_us": {"paged": [[5.0, 6.0, 9.0]], "dense": [[8.0, 7.0]]}}),
+    ):
+        (tmp_path / MODEL / f"{name}.json").write_text(json.dumps({"figures": figures}))
+    assert list(ladder.recorded_ledgers(Results(tmp_path), MODEL)) == ["D1"]
+    found = ladder.recorded_ladder(Results(tmp_path), MODEL, "D1")
+    assert list(found.items()) == [("dense", 7.5), ("paged", 6.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,18 +14,16 @@ from rosellm.errors import RecipeError
 from rosellm.models.arch import Norm
 from rosellm.models.model import Transformer
 from rosellm.roseinfer import exhibits
-from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.table import TRITON
-from rosellm.roseinfer.layers.attention import PagedAttention
-from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.layers.fused import FewRowsLayers
+from rosellm.roseinfer.recipe import RECIPES
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from tests.helpers import (
     DTYPES,
     TRITON_DEVICES,
-    generate,
+    greedy_sequences,
     random_model,
     random_prompts,
     small_config,
@@ -34,18 +33,14 @@ from tests.roseinfer.kernels.kernel_checks import assert_near
 
 persistent_layers = load_exhibit("persistent_layers")
 PERSISTENT_ROWS, PersistentLayers = persistent_layers.PERSISTENT_ROWS, persistent_layers.PersistentLayers
-persistent_for_few = persistent_layers.persistent_for_few
-NORM = Norm("layer", 1e-3)
 MODELS = {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
-    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": NORM},
-    "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3},
+    "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100, "norm": Norm("layer", 1e-3)},
 }
-SMALL_M = ("fused", "epilogue", "small_m")
-REAL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-NAN, WILD, TILE = float("nan"), 2**30, 16
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -55,156 +50,93 @@ def few_ranges(monkeypatch):
         monkeypatch.setattr(persistent_layers, "BUSY", 8)
 
 
-def few_and_persistent(model: Transformer) -> tuple[Layers, Layers]:
-    layers_for = build_layers(*SMALL_M, model, TRITON)
-    return layers_for(1), persistent_for_few(layers_for, model, TRITON)(1)
+def engine_of(model: Transformer, exhibit: str, **options) -> Engine:
+    recipe = replace(RECIPES["persistent_kernel"], exhibit=exhibit, runner=options.pop("runner", "eager"))
+    return small_engine(model, recipe=recipe, kernels="triton", **options)
 
 
-def make_attention(
-    model: Transformer, positions: list[int], block_size: int = 4, tile: int = TILE, seed: int = 0
-) -> PagedAttention:
-    """A state with random tokens over a random cache, in which slots without a token are NaN."""
-    config, generator = model.config, torch.Generator().manual_seed(seed)
-    counts = [max(position, -1) // block_size + 1 for position in positions]
-    n_blocks = sum(counts) + 2
-    shape = config.n_layers, config.n_kv_heads, config.head_dim, block_size, n_blocks
-    blocks = KVBlocks(*shape, model.device, model.dtype)
-    state = DeviceState(len(positions), max(counts) + 1, model.device)
-    state.positions.copy_(torch.tensor(positions))
-    state.tokens.copy_(torch.randint(config.vocab_size, (len(positions),), generator=generator))
-    order = torch.randperm(n_blocks, generator=generator).tolist()
-    table = torch.full(state.table.shape, WILD, dtype=torch.int32)
-    held = torch.zeros(n_blocks, block_size, dtype=torch.bool)
-    for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
-        for i in range(count):
-            table[row, i] = block = order.pop()
-            held[block, : max(0, position - i * block_size)] = True
-    state.table.copy_(table)
-    for cache in (blocks.k_cache, blocks.v_cache):
-        filled = torch.randn(cache.shape, generator=generator)
-        cache.copy_(torch.where(held[None, :, None, :, None], filled, NAN))
-    plan = TRITON.plan_attention(state.positions, Variant(tile))
-    rotary = [None] * config.n_layers
-    return PagedAttention(TRITON.append_and_attend, plan, blocks, state, config.scale, rotary)
+def run(
+    model: Transformer, exhibit: str, lengths: list[int], n_steps: int, block_size: int, **options
+) -> tuple[Tensor, ...]:
+    """Logits of a prefill and the decode steps after it, and both caches, which held NaN before."""
+    n_blocks = sum((n + n_steps) // block_size + 1 for n in lengths)
+    engine = engine_of(model, exhibit, num_kv_blocks=n_blocks, block_size=block_size, **options)
+    assert isinstance(engine.step.worker.layers_for(1), PersistentLayers) == (exhibit != "none")
+    for cache in (engine.blocks.k_cache, engine.blocks.v_cache):
+        cache.fill_(float("nan"))
+    sequences = greedy_sequences(engine, random_prompts(lengths), n_steps + 1)
+    engine.prefill(sequences)
+    logits = [engine.step.last_logits().clone()]
+    for _ in range(n_steps):
+        engine.decode(sequences)
+        logits.append(engine.step.last_logits().clone())
+    return torch.cat(logits), engine.blocks.k_cache, engine.blocks.v_cache
 
 
-def caches(attend: PagedAttention) -> tuple[Tensor, Tensor]:
-    return torch.nan_to_num(attend.blocks.k_cache), torch.nan_to_num(attend.blocks.v_cache)
+def assert_agree(model: Transformer, lengths: list[int], n_steps: int, **options) -> None:
+    one, many = (
+        run(model, exhibit, lengths, n_steps, **options) for exhibit in ("persistent_layers", "none")
+    )
+    assert many[0].isfinite().all()
+    for found, expected in zip(one, many, strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        found, expected = (x.nan_to_num().flatten()[None] for x in (found, expected))
+        assert_near(found, expected, TOLERANCE[model.dtype])
 
 
-def run(layers: Layers, attend: PagedAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and both caches."""
-    return layers(attend.state.tokens, attend.state.positions, attend).clone(), *caches(attend)
-
-
-def assert_agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
-    assert expected[0].isfinite().all()
-    assert_near(found[0], expected[0], tolerance)
-    for mine, theirs in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(mine != 0, theirs != 0)
-        assert_near(mine.flatten()[None], theirs.flatten()[None], tolerance)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "block_size", "tile"),
-    [("small", 1, 16), ("gqa", 64, 16), ("odd", 16, 64), ("long_sums", 3, 512), ("small", 4, 16)],
+    ("shape", "block_size", "lengths"),
+    [
+        ("small", 4, [3, 5]),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("small", 1, [17]),
+                ("gqa", 64, [37]),
+                ("odd", 16, [5, 18, 30]),
+                ("long_sums", 4, [31, 32, 9]),
+            )
+        ),
+    ],
 )
-def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, block_size, tile, device):
+def test_one_kernel_gives_the_logits_and_the_cache_of_many(shape, block_size, lengths, device):
     model = random_model(1, small_config(**MODELS[shape])).to(device)
-    layers = few_and_persistent(model)
-    for positions in ([37], [5, -1, 18], [31, 32, 9]):
-        many, one = (run(some, make_attention(model, positions, block_size, tile)) for some in layers)
-        assert_agree(one, many, 1e-4)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("rows", [1, PERSISTENT_ROWS])
-def test_only_inert_rows_write_nothing_and_are_finite(rows, device):
-    model = random_model(3).to(device)
-    attend = make_attention(model, [-1] * rows)
-    attend.state.table.zero_()
-    assert run(few_and_persistent(model)[1], attend)[0].isfinite().all()
-    assert attend.blocks.k_cache.isnan().all() and attend.blocks.v_cache.isnan().all()
-
-
-@interpreted
-def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
-    """Two programs, of which the interpreter begins the second when the first has ended."""
-    monkeypatch.setattr(persistent_layers, "PATIENCE", 3)
-    model = random_model(6)
-    assert run(PersistentLayers(model, TRITON, programs=2), make_attention(model, [4]))[0].isnan().all()
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_more_rows_are_left_to_the_other_layers(device):
-    model = random_model(0).to(device)
-    others = build_layers(*SMALL_M, model, TRITON)
-    layers_for = persistent_for_few(others, model, TRITON)
-    assert isinstance(layers_for(1), PersistentLayers)
-    assert layers_for(1) is layers_for(PERSISTENT_ROWS)
-    assert layers_for(PERSISTENT_ROWS + 1) is others(PERSISTENT_ROWS + 1)
-    assert isinstance(layers_for(PERSISTENT_ROWS + 1), FewRowsLayers)
-
-
-def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(exhibits, "EXHIBITS", tmp_path)
-    monkeypatch.delitem(sys.modules, persistent_layers.__name__)
-    with pytest.raises(RecipeError, match="requires a checkout") as raised:
-        small_engine(random_model(0), recipe="persistent_kernel")
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_an_engine_with_one_kernel_gives_the_same_tokens(device, monkeypatch):
-    calls, run_layers = [], PersistentLayers.__call__
-
-    def counted(self: PersistentLayers, ids: Tensor, positions: Tensor, attend: PagedAttention) -> Tensor:
-        calls.append(len(ids))
-        return run_layers(self, ids, positions, attend)
-
-    monkeypatch.setattr(PersistentLayers, "__call__", counted)
-    model, prompts = random_model(7).to(device), random_prompts([3, 9], seed=3)
-    expected = generate(small_engine(model, recipe="paged"), prompts, 3)
-    recipe = replace(LADDER["persistent_kernel"], runner="eager")
-    assert generate(small_engine(model, recipe=recipe, kernels="triton"), prompts, 3) == expected
-    assert calls == [2, 2]
-
-
-LENGTHS = [1000, 513, 64, 0, -1, 129, 700, 512]
+    assert_agree(model, lengths, 2, block_size=block_size)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_at_a_real_size_a_hundred_replays_give_what_many_kernels_give(rows, dtype):
-    """Each replay has other tokens, lengths and a fresh cache; all give what ordinary launches give."""
+    """In 16 bits one step: tokens of later ones may differ."""
     config = small_config(d_model=768, n_heads=12, n_layers=12, vocab_size=1000, n_positions=1024)
-    model = random_model(8, config, std=0.02).to("cuda", dtype)
-    few, persistent = few_and_persistent(model)
-    assert persistent.programs == torch.cuda.get_device_properties(0).multi_processor_count
-    attend = make_attention(model, LENGTHS[:rows], block_size=64, tile=256)
-    state, blocks = attend.state, attend.blocks
-    state.table.clamp_(max=blocks.max_blocks_per_layer - 1)
-    start, longest = caches(attend), state.positions.clone()
+    model, lengths = random_model(8, config, std=0.02).to("cuda", dtype), [513, 64, 1, 129, 700, 512, 2, 900]
+    n_steps = 100 if dtype == torch.float32 else 1
+    assert_agree(model, lengths[:rows], n_steps, block_size=64, runner="graph")
 
-    def refill(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        state.tokens.copy_(torch.randint(model.config.vocab_size, (rows,), generator=generator))
-        state.positions.copy_(torch.where(longest > 0, (longest - 37 * seed) % (longest + 1), longest))
-        blocks.k_cache.copy_(start[0])
-        blocks.v_cache.copy_(start[1])
 
-    refill(0)
-    run(persistent, attend)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hidden = persistent(state.tokens, state.positions, attend)
-    for seed in range(1, 101):
-        refill(seed)
-        graph.replay()
-        found = hidden.clone(), *caches(attend)
-        refill(seed)
-        assert_agree(found, run(few, attend), REAL_TOLERANCE[dtype])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_a_program_whose_company_does_not_come_gives_up_and_its_request_fails(monkeypatch):
+    """Two programs, of which the interpreter begins the second when the first has ended."""
+    monkeypatch.setattr(persistent_layers, "PATIENCE", 3)
+    two_programs = partial(PersistentLayers, programs=2)
+    monkeypatch.setattr(persistent_layers, "PersistentLayers", lambda *given: two_programs(*given[:2]))
+    engine = engine_of(random_model(6), "persistent_layers", warm_up=False)
+    (output,) = OfflineScheduler(engine).run([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3))
+    assert (output.finish_reason, len(output.token_ids)) == ("failed", 1)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_more_rows_are_left_to_the_other_layers(device):
+    layers_for = engine_of(random_model(0).to(device), "persistent_layers").step.worker.layers_for
+    assert isinstance(layers_for(1), PersistentLayers)
+    assert layers_for(1) is layers_for(PERSISTENT_ROWS)
+    assert isinstance(layers_for(PERSISTENT_ROWS + 1), FewRowsLayers)
+
+
+def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(exhibits, "EXHIBITS", tmp_path)
+    monkeypatch.delitem(sys.modules, persistent_layers.__name__)
+    with pytest.raises(RecipeError, match="^.*requires a checkout.*$"):
+        small_engine(random_model(0), recipe="persistent_kernel")

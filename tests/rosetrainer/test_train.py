@@ -51,18 +51,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     return run_smoke(tmp_path_factory.mktemp("smoke"), "cpu")
 
 
-@pytest.fixture
-def torch_settings():
-    """Puts back the process-wide settings that the command makes."""
-    deterministic, fill = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
 def tiny_model() -> Transformer:
     return Transformer(small_config(n_layers=1, n_positions=16)).initialise(0)
 
@@ -177,8 +165,10 @@ def test_each_hyperparameter_is_an_option_and_those_not_given_keep_their_values(
     ],
 )
 def test_bad_input_is_one_line_status_2_and_changes_nothing(
-    arguments, message, tmp_path: Path, monkeypatch, capsys, torch_settings
+    arguments, message, tmp_path: Path, monkeypatch, capsys
 ) -> None:
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "read_corpus", lambda path: SOURCES if path is None else read_corpus(path))
     (tmp_path / "full").mkdir()
@@ -243,14 +233,6 @@ def test_the_stream_starts_with_end_of_text_and_ends_every_file_with_it() -> Non
     tokenizer = train_tokenizer([TEXT], 300)
     first, second = (tokenizer.encode(source.text) for source in SOURCES.train)
     assert token_stream(SOURCES.train, tokenizer, CPU).tolist() == [0, *first, 0, *second, 0]
-
-
-def test_batches_are_windows_of_the_stream_and_reach_both_its_ends() -> None:
-    stream = torch.arange(20)
-    windows = torch.cat(list(training._batches(stream, 16, replace(QUICK, batch_size=8), steps=8)))
-    assert windows.shape == (64, 17)
-    assert torch.equal(windows, windows[:, :1] + torch.arange(17))
-    assert set(windows[:, 0].tolist()) == {0, 1, 2, 3}
 
 
 def test_equal_seeds_give_equal_files_and_another_seed_does_not(tmp_path: Path) -> None:
