@@ -21,15 +21,14 @@ RUNGS = ("triton_append", "full_batch", "identity_pos", "reused_index_buffers", 
 
 
 def run_append(
-    rung: str,
-    positions: list[int],
-    device: str = "cpu",
-    kernels: Kernels = TORCH,
-    append_from: int | None = 1,
+    rung: str, positions: list[int], device: str = "cpu", kernels: Kernels = TORCH, least: int | None = 1
 ) -> Tensor:
-    """Two appends to equal slots in all pools; both caches ``[2, L, N_BLOCKS, H, BLOCK_SIZE, D]``."""
+    """Two appends to equal slots in all pools; both caches ``[2, L, N_BLOCKS, H, BLOCK_SIZE, D]``.
+
+    least: rows from which on a kernel appends.
+    """
     step, generator = make_step(rung, device, kernels), torch.Generator().manual_seed(1)
-    step.append_from = append_from
+    step.append_from = least
     batch, heads, pools = len(positions), CONFIG.n_kv_heads, len(step.blocks.pools)
     rows = random.Random(0).sample(range(8), batch)
     for shift in (0, 8):
@@ -46,7 +45,7 @@ def test_every_rung_writes_what_index_put_writes(rung, positions, device):
     kernels = choose_kernels("auto", "fixed", torch.device(device))
     expected = run_append("dense", positions, device)
     assert torch.equal(run_append(rung, positions, device, kernels), expected)
-    assert torch.equal(run_append(rung, positions, device, kernels, append_from=None), expected)
+    assert torch.equal(run_append(rung, positions, device, kernels, least=None), expected)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -92,45 +91,36 @@ def test_each_rung_sends_its_lists_once_a_pool_and_launches_its_kernel_once_a_la
     assert sent == [lists * (1 if rung == "one_table" else LAYERS)] * 2
 
 
-@pytest.mark.parametrize(("append_from", "used"), [(0, True), (3, True), (4, False), (None, False)])
-def test_kernels_append_from_a_number_of_rows_on(append_from, used):
+@pytest.mark.parametrize(("least", "is_used"), [(0, True), (3, True), (4, False), (None, False)])
+def test_kernels_append_from_a_number_of_rows_on(least, is_used):
     calls = Counter()
-    run_append("identity_pos", [0, 1, 2], kernels=counting_kernels(calls), append_from=append_from)
-    assert bool(calls) == used
+    run_append("identity_pos", [0, 1, 2], kernels=counting_kernels(calls), least=least)
+    assert bool(calls) == is_used
 
 
-def set_environment(monkeypatch, environment: dict[str, str]) -> None:
-    for name in ("ROSELLM_TRITON_KV_APPEND", "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+SWITCH, LEAST = "ROSELLM_TRITON_KV_APPEND", "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 
 
 @pytest.mark.parametrize(
     ("environment", "append_from"),
     [
         ({}, 128),
-        ({"ROSELLM_TRITON_KV_APPEND": "1"}, 128),
-        ({"ROSELLM_TRITON_KV_APPEND": "0", "ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "7"}, None),
-        ({"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "7"}, 7),
+        ({SWITCH: "1"}, 128),
+        ({SWITCH: "0", LEAST: "7"}, None),
+        ({LEAST: "7"}, 7),
+        *(({SWITCH: bad}, SWITCH) for bad in ("yes", "")),
+        *(({LEAST: bad}, LEAST) for bad in ("-1", "many", "²")),
     ],
 )
-def test_the_environment_sets_that_number_when_a_step_is_built(monkeypatch, environment, append_from):
-    set_environment(monkeypatch, environment)
-    assert append_from_environment() == make_step("one_table").append_from == append_from
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"ROSELLM_TRITON_KV_APPEND": "yes"},
-        {"ROSELLM_TRITON_KV_APPEND": ""},
-        {"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "-1"},
-        {"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "many"},
-        {"ROSELLM_TRITON_KV_APPEND_MIN_BATCH": "²"},
-    ],
-)
-def test_a_bad_switch_is_refused_by_name(monkeypatch, environment):
-    set_environment(monkeypatch, environment)
-    with pytest.raises(RecipeError, match=next(iter(environment))):
-        append_from_environment()
+def test_the_environment_sets_that_number_when_a_step_is_built_or_is_refused_by_name(
+    monkeypatch, environment, append_from
+):
+    for name in (SWITCH, LEAST):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(append_from, str):
+        with pytest.raises(RecipeError, match=append_from):
+            append_from_environment()
+    else:
+        assert append_from_environment() == make_step("one_table").append_from == append_from

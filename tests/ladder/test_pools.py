@@ -14,26 +14,15 @@ BLOCK = 4
 KINDS = pytest.mark.parametrize("kind", [TuplePool, SlotPool])
 
 
-def books(pool: TuplePool) -> tuple:
-    return copy.deepcopy(pool.infos), list(pool.free)
-
-
 @pytest.mark.parametrize(("kind", "info"), [(TuplePool, KVBlockInfo), (SlotPool, MutableKVBlockInfo)])
-def test_an_entry_is_a_tuple_replaced_or_a_record_incremented_in_place(kind, info):
-    pool, tables = kind(0, 3, BLOCK), [[]]
-    pool.reserve_tokens(tables)
-    first = pool.infos[tables[0][0]]
-    pool.reserve_tokens(tables)
-    assert type(first) is info
-    assert (pool.infos[tables[0][0]] is first) == (kind is SlotPool)
-    assert pool.tokens_in(tables[0]) == 2
-
-
-@KINDS
-def test_positions_are_those_before_the_increment_and_entries_say_where_a_block_begins(kind):
-    pool, tables = kind(2, 3, BLOCK), [[]]
-    assert [pool.reserve_tokens(tables).pos for _ in range(BLOCK + 1)] == [[0], [1], [2], [3], [0]]
+def test_entries_say_where_a_block_begins_and_are_replaced_or_incremented_in_place(kind, info):
+    pool, tables, first = kind(2, 3, BLOCK), [[]], None
+    for position in range(BLOCK + 1):  # positions are those before the increment
+        assert pool.reserve_tokens(tables).pos == [position % BLOCK]
+        first = first or pool.infos[tables[0][0]]
     entries = [pool.infos[block] for block in tables[0]]
+    assert type(first) is info and (entries[0] is first) == (kind is SlotPool)
+    assert pool.tokens_in(tables[0]) == BLOCK + 1
     assert [(e.pool, e.block_index, e.start, e.length) for e in entries] == [
         (2, tables[0][0], 0, BLOCK),
         (2, tables[0][1], BLOCK, 1),
@@ -47,10 +36,10 @@ def test_exhaustion_names_the_pool_and_the_counts_and_changes_nothing(kind):
         pool.reserve_prompt([], 3 * BLOCK)
     pool.reserve_prompt(tables[0], BLOCK)
     pool.reserve_prompt(tables[1], 1)
-    before = books(pool)
+    before = copy.deepcopy((pool.infos, pool.free))
     with pytest.raises(KVCacheExhausted, match="pool 1 needs 1 more KV blocks and 0 of 2 are free"):
         pool.reserve_tokens(tables)
-    assert books(pool) == before and list(map(len, tables)) == [1, 1]
+    assert (pool.infos, pool.free) == before and list(map(len, tables)) == [1, 1]
 
 
 @KINDS

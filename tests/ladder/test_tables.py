@@ -50,41 +50,49 @@ def test_staging_again_leaves_earlier_tables_alone(rung):
     assert all(torch.equal(a, b) for a, b in zip(first, before, strict=True))
 
 
+def traced(run, *activities: ProfilerActivity) -> list:
+    """The profiler's events of a run."""
+    with profile(activities=[ProfilerActivity.CPU, *activities]) as trace:
+        run()
+        if activities:
+            torch.cuda.synchronize()
+    return list(trace.events())
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_building_and_copying_are_two_profiler_ranges(rung):
     step = make_step(rung)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        step.stage_tables(random_tables([2, 3]))
-    names = [event.name for event in trace.events()]
+    names = [event.name for event in traced(lambda: step.stage_tables(random_tables([2, 3])))]
     assert (names.count(BUILD_RANGE), names.count(H2D_RANGE)) == (1, 1)
 
 
-def device_work(step: Dense, tables) -> list[str]:
-    """Names of the kernels and copies that staging takes on the GPU."""
+def device_work(run) -> list[str]:
+    """Names of the kernels and copies of a run on the GPU."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        step.stage_tables(tables)
-        torch.cuda.synchronize()
-    on_device = [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in on_device if name not in (BUILD_RANGE, H2D_RANGE)]
+    events = traced(run, ProfilerActivity.CUDA)
+    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in names if name not in (BUILD_RANGE, H2D_RANGE)]
+
+
+def n_copies(work: list[str]) -> int:
+    return sum("Memcpy HtoD" in name for name in work)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rung", "copies"), [("dense", LAYERS), ("pinned_h2d", 1)])
-def test_host_to_device_copies_are_one_a_layer_or_one_in_all(rung, copies):
-    step = make_step(rung, "cuda")
-    step.stage_tables(random_tables([2, 3]))
-    assert sum("Memcpy HtoD" in name for name in device_work(step, random_tables([2, 3]))) == copies
-
-
-@pytest.mark.gpu
-def test_resident_tables_take_one_copy_and_one_kernel_for_changed_rows_and_nothing_for_unchanged_ones():
+def test_host_to_device_copies_are_one_a_layer_or_one_in_all_or_none_for_what_has_not_changed():
+    for rung, expected in (("dense", LAYERS), ("pinned_h2d", 1)):
+        step = make_step(rung, "cuda")
+        step.stage_tables(random_tables([2, 3]))
+        assert n_copies(device_work(lambda step=step: step.stage_tables(random_tables([2, 3])))) == expected
     step, tables = make_step("resident_tables", "cuda"), random_tables([2, 3, 1])
     step.stage_tables(tables)
     grow(tables, 1)
-    work = device_work(step, tables)
-    assert len(work) == 2 and sum("Memcpy HtoD" in name for name in work) == 1
-    assert device_work(step, tables) == []
+    work = device_work(lambda: step.stage_tables(tables))
+    assert len(work) == 2 and n_copies(work) == 1
+    assert device_work(lambda: step.stage_tables(tables)) == []
+    step = make_step("reused_index_buffers", "cuda")
+    step.index_tensors([[1, 2]] * 6, torch.int32)
+    assert n_copies(device_work(lambda: step.index_tensors([[3, 4]] * 6, torch.int32))) == 1
 
 
 def grow(tables, row: int) -> None:
@@ -93,73 +101,43 @@ def grow(tables, row: int) -> None:
         rows[row].append(7)
 
 
-class Sends:
-    """Counts what a staging buffer sends, in elements; may fail the next time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sizes: list[int] = []
-        self.broken = False
-        send = StagingBuffer.send
-
-        def counted(staging: StagingBuffer, *out) -> torch.Tensor:
-            if self.broken:
-                raise RuntimeError("the copy failed")
-            sent = send(staging, *out)
-            self.sizes.append(sent.numel())
-            return sent
-
-        monkeypatch.setattr(StagingBuffer, "send", counted)
-
-
 @pytest.fixture
-def sends(monkeypatch) -> Sends:
-    return Sends(monkeypatch)
+def sends(monkeypatch) -> list[int]:
+    """Elements of each copy of a staging buffer; a negative number makes the next one fail."""
+    sizes: list[int] = []
+    send = StagingBuffer.send
+
+    def counted(staging: StagingBuffer, *out) -> torch.Tensor:
+        if sizes and sizes[-1] < 0:
+            raise RuntimeError("the copy failed")
+        sent = send(staging, *out)
+        sizes.append(sent.numel())
+        return sent
+
+    monkeypatch.setattr(StagingBuffer, "send", counted)
+    return sizes
 
 
-def clone_last(tables):
-    for rows in tables:
-        rows[1][-1] ^= 1
+CHANGES = {  # of a pool's rows
+    "grow": lambda rows: rows[1].append(7),
+    "clone_last": lambda rows: rows[1].append(rows[1].pop() ^ 1),
+    "replace": lambda rows: rows.__setitem__(1, [7, 7, 7]),
+    "shorten": lambda rows: rows[1].pop(),
+    "swap": lambda rows: rows.append(rows.pop(1)),
+}
 
 
-def refill(tables):
-    for rows in tables:
-        rows[1][:] = [3, 4, rows[1][-1]]
-
-
-def put_another(tables):
-    for mine, other in zip(tables, random_tables([3, 3], seed=9), strict=True):
-        mine[1] = other[1]
-
-
-def swap(tables):
-    for rows in tables:
-        rows[1], rows[2] = rows[2], rows[1]
-
-
-def change_last_pool(tables):
-    tables[-1][1][0] ^= 1
-
-
-def shorten(tables):
-    for rows in tables:
-        del rows[1][-1]
-
-
-def grow_second(tables):
-    grow(tables, 1)
-
-
-@pytest.mark.parametrize(
-    "change", [grow_second, clone_last, refill, put_another, swap, change_last_pool, shorten]
-)
-def test_any_change_of_a_resident_row_is_sent_alone_in_one_copy(change, sends):
+@pytest.mark.parametrize("pools", [slice(None), slice(-1, None)], ids=["all", "last"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_of_a_resident_row_is_sent_alone_in_one_copy(change, pools, sends):
     step, tables = make_step("resident_tables"), random_tables([2, 3, 3])
     step.stage_tables(tables)
     step.stage_tables([list(rows) for rows in tables])
-    assert sends.sizes == [3 * ROW]
-    change(tables)
+    assert sends == [3 * ROW]
+    for rows in tables[pools]:
+        CHANGES[change](rows)
     found = staged(step, tables)
-    assert sends.sizes[1:] == [(2 if change is swap else 1) * ROW]
+    assert sends[1:] == [ROW * (2 if change == "swap" else 1)]
     assert torch.equal(found, staged(make_step("pinned_h2d"), tables))
 
 
@@ -167,10 +145,10 @@ def test_resident_rows_whose_copy_failed_are_sent_again(sends):
     step, tables = make_step("resident_tables"), random_tables([2, 3])
     step.stage_tables(tables)
     grow(tables, 0)
-    sends.broken = True
+    sends.append(-1)
     with pytest.raises(RuntimeError, match="the copy failed"):
         step.stage_tables(tables)
-    sends.broken = False
+    sends.pop()
     assert torch.equal(staged(step, tables), staged(make_step("pinned_h2d"), tables))
 
 
@@ -225,14 +203,3 @@ def test_index_buffers_are_reused_from_their_rung_on(rung, is_reused):
     step = make_step(rung)
     (first,), (second,) = (step.index_tensors([[n, 2]], torch.int32) for n in (1, 3))
     assert (first.data_ptr() == second.data_ptr()) == is_reused
-
-
-@pytest.mark.gpu
-def test_reused_indices_take_one_copy():
-    step = make_step("reused_index_buffers", "cuda")
-    step.index_tensors([[1, 2]] * 6, torch.int32)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        step.index_tensors([[3, 4]] * 6, torch.int32)
-        torch.cuda.synchronize()
-    assert sum("Memcpy HtoD" in event.name for event in trace.events()) == 1

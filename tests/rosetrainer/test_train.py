@@ -167,7 +167,7 @@ def test_each_hyperparameter_is_an_option_and_those_not_given_keep_their_values(
 def test_bad_input_is_one_line_status_2_and_changes_nothing(
     arguments, message, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **_named: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "read_corpus", lambda path: SOURCES if path is None else read_corpus(path))
