@@ -1,4 +1,4 @@
-"""Attention's programs over time: every token is read once, nobody idles while a program waits."""
+"""Attention's programs over time: every token is read once, no processor idles while a program waits."""
 
 from hypothesis import given, settings, strategies as st
 

@@ -1,4 +1,4 @@
-"""Block tables and index tensors: the same by every rung, in the promised number of copies."""
+"""Block tables and index tensors: the same by every rung, in the fewest copies."""
 
 from __future__ import annotations
 

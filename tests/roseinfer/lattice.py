@@ -56,7 +56,7 @@ class Composition:
 
     places: sequences that run together at most. outputs: tokens each gets, and ``MORE_OUTPUT`` if someone is
     to be preempted. tight: KV blocks a layer that are too few for them, without and with a prefix cache; None
-    where nobody can be preempted. prefix: tokens.
+    where no request can be preempted. prefix: tokens.
     """
 
     places: int
@@ -79,7 +79,7 @@ COMPOSITIONS = {
     "crowded": Composition(3, (6, 4, 7, 5, 4, 6, 9), (13, 2, 9, 7, 5, 3, 14), (11, 9)),
 }
 # In deterministic mode prompts are cut, and prefixes shared, at multiples of 64 tokens. A prefix as long as
-# that saves more blocks than the outputs take: nobody is preempted where it is cached.
+# that saves more blocks than the outputs take: no request is preempted where it is cached.
 LONG_COMPOSITIONS = {
     "alone": Composition(1, (9,), (118,), None, 66, 64),
     "equal": Composition(3, (7,) * 3, (118,) * 3, (7, None), 66, 64),

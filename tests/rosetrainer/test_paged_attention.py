@@ -15,6 +15,7 @@ from rosellm.rosetrainer.paged_attention import (
     paged_attention_decode_ref,
 )
 from tests.helpers import DTYPES, LARGE, TRITON_DEVICES
+from tests.roseinfer.kernels.kernel_checks import guarded_outputs  # noqa: F401
 
 NAN = float("nan")
 TOLERANCE = {
@@ -93,18 +94,6 @@ def assert_equals_spec(kernel, case: dict) -> None:
     torch.testing.assert_close(out, spec, **TOLERANCE[out.dtype])
 
 
-@pytest.fixture
-def poisoned_outputs(monkeypatch):
-    """Memory handed out for outputs is NaN, so that an element that a kernel leaves unwritten shows."""
-    new_empty = Tensor.new_empty
-
-    def poisoned(self: Tensor, *size, **options) -> Tensor:
-        out = new_empty(self, *size, **options)
-        return out.fill_(NAN) if out.is_floating_point() else out
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
-
-
 def random_shape(seed: int, head_dims: tuple[int, ...], block_sizes: tuple[int, ...]) -> dict:
     """Arguments of ``make_case``: up to five rows, one of them without context, in groups of heads."""
     rng = random.Random(seed)
@@ -129,7 +118,7 @@ def test_the_spec_is_softmax_attention_over_the_held_tokens_and_the_new_one(seed
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
-def test_the_kernel_equals_the_spec(poisoned_outputs, head_dim, dtype, device):
+def test_the_kernel_equals_the_spec(guarded_outputs, head_dim, dtype, device):
     edges = [0, 1, 7, 8, 9, 19]
     case = make_case(edges, head_dim=head_dim, block_size=8, dtype=dtype, device=device, seed=head_dim)
     assert_equals_spec(paged_attention_decode, case)
@@ -137,7 +126,7 @@ def test_the_kernel_equals_the_spec(poisoned_outputs, head_dim, dtype, device):
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("seed", range(8))
-def test_the_kernel_equals_the_spec_over_random_shapes(poisoned_outputs, seed, device):
+def test_the_kernel_equals_the_spec_over_random_shapes(guarded_outputs, seed, device):
     shape, dtype = random_shape(seed, (16, 32, 48, 64), (2, 4, 16)), DTYPES[seed % len(DTYPES)]
     assert_equals_spec(paged_attention_decode, make_case(**shape, dtype=dtype, device=device))
 
@@ -163,7 +152,7 @@ def autotuned(device: str):
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_the_autotuned_kernel_equals_the_fixed_one_and_tries_each_launch_once_a_shape(
-    poisoned_outputs, device
+    guarded_outputs, device
 ):
     kernel, other = autotuned(device), autotuned(device)
     for n_shapes, n_heads in ((1, 2), (1, 2), (2, 4)):
@@ -177,7 +166,7 @@ def test_the_autotuned_kernel_equals_the_fixed_one_and_tries_each_launch_once_a_
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", LARGE)
-def test_the_kernel_equals_the_spec_at_a_real_size(poisoned_outputs, shape, dtype):
+def test_the_kernel_equals_the_spec_at_a_real_size(guarded_outputs, shape, dtype):
     rng = random.Random(0)
     lens = [0, 1, 63, 64, 65, 1023, *(rng.randrange(1024) for _ in range(58))]
     case = make_case(lens, **LARGE[shape], dtype=dtype, device="cuda")
