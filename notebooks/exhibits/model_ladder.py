@@ -49,7 +49,7 @@ def twin_steps(results: Results, model: str) -> dict[str, dict[str, StepTimes]]:
 
 
 def _model_steps(results: Results, model: str, workload: str) -> dict[str, StepTimes]:
-    steps = recorded_steps(_of(results, model, f"steps-{workload}", f"--ladder {workload}"), workload)
+    steps = recorded_steps(_of(results, model, f"steps-{workload}"), workload)
     return {rung: steps[rung] for rung in LADDER if rung in steps}
 
 
@@ -113,17 +113,16 @@ def rest_a_layer(results: Results, model: str, arch: Arch, workload: str) -> tup
 
 def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
     """Return workload → ledger, without those that the profiler disturbed. Raises ``RecordError``."""
-    asked = "--ledgers D1,D8,D64,L8K,L32K,PRE"
-    figures = _of(results, model, "ledgers", asked).load("ledgers")["figures"]
+    figures = _of(results, model, "ledgers").load("ledgers")["figures"]
     ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
     return {workload: one for workload, one in ledgers.items() if not one.is_disturbed}
 
 
-def _of(results: Results, model: str, record: str, option: str) -> Results:
+def _of(results: Results, model: str, record: str) -> Results:
     """Return the model's records. Raises ``RecordError`` unless ``record`` is among them."""
     own = Results(results.folder / model)
     if record not in own.names():
         (full,) = [name for name in KNOWN_SHAPES if short_name(name) == model]
-        command = f"python -m rosellm.lab.records.model_runs --model {full} --workloads '' {option}"
+        command = f"python -m rosellm.lab.measure {record} --model {full} --output DIR"
         raise RecordError(f"{model} has no record {record!r} yet; on its GPU make it with: {command}")
     return own

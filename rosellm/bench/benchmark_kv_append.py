@@ -245,8 +245,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run(argv: list[str] | None) -> None:
-    """Parse the options, measure, and write the record if requested."""
+def parse_options(argv: list[str] | None = None) -> Namespace:
+    """Parse this command's options; None reads the command line."""
     parser = command_parser("benchmark_kv_append", __doc__)
     add = parser.add_argument
     add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens per call")
@@ -256,7 +256,12 @@ def run(argv: list[str] | None) -> None:
     add("--repeats", **count(20), help="measurements of each figure; medians are reported")
     add_record_option(parser)
     add_device_options(parser)
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def run(argv: list[str] | None) -> None:
+    """Parse the options, measure, and write the record if requested."""
+    options = parse_options(argv)
     record = measure(options)
     if options.json:
         write_record(options.json, record)

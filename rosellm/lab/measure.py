@@ -1,73 +1,82 @@
-"""Measure the committed records of a GPU: ``python -m rosellm.lab.measure --output FOLDER``.
+"""Measure records: ``python -m rosellm.lab.measure NAME… --output FOLDER``.
 
-Runs every workload on every rung through the benchmark commands, then the experiments behind the notebooks'
-figures. Each job writes one JSON file; an interrupted run loses only the job in progress. On a CPU everything
-is small: the shipped model, few rows, few tokens.
+A NAME is that of a record, or of a workload of GPT-2, for all rungs. Without names: workloads W0 to W5 on
+every rung, then the experiments behind the notebooks' figures. Each writes one file; an interrupted run loses
+only the one in progress. Records of a model other than GPT-2 are in a folder of its name. On a CPU all is
+small: the shipped model, few rows, few tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import sys
+import tempfile
 import time
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 from rosellm.bench.record import write_record
-from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.bench.workloads import ALL_WORKLOADS
+from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import RoseError
-from rosellm.lab.records.jobs import Job, free_memory, make_record, plan
-from rosellm.lab.records.measured_model import add_model_options
+from rosellm.lab.records.registry import EXPERIMENTS, Job, plan
+from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
+from rosellm.models.loading import LOAD_FORMATS
+from rosellm.roseinfer.recipe import RECIPES, recipe_choices
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     """Check all arguments, then measure job by job."""
-    arguments = _parser().parse_args(argv)
-    if arguments.cluster is None:
-        measure_here(arguments)
+    given = parse(argv)
+    if given.cluster is None:
+        measure_here(given)
     else:
-        sweep(arguments)
+        sweep(given)
 
 
-def measure_here(arguments: argparse.Namespace) -> None:
+def measure_here(given: argparse.Namespace) -> None:
     """Run every job in this process, one after the other."""
-    arguments, jobs = plan(arguments)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with redirect_stdout(DummyTqdmFile(sys.stdout)), tqdm(jobs.items(), unit="job") as bar:  # type: ignore[type-var]
-        for name, job in bar:
-            bar.set_postfix_str(name)
+    jobs = plan(given)
+    with redirect_stdout(DummyTqdmFile(sys.stdout)), tqdm(jobs, unit="record") as bar:  # type: ignore[type-var]
+        for job in bar:
+            bar.set_postfix_str(job.name)
             start = time.perf_counter()
-            job(arguments)
-            free_memory()
-            tqdm.write(f"[{time.perf_counter() - start:6.1f} s] {name}")
+            job.run()
+            tqdm.write(f"[{time.perf_counter() - start:6.1f} s] {job.name}")
 
 
-def sweep(arguments: argparse.Namespace) -> None:
+def sweep(given: argparse.Namespace) -> None:
     """Run every job without a record on the cluster's machines, and write the records here.
 
     The plan is made on such a machine too, since this one need not have a GPU. If jobs fail, raises
     ``RoseError`` after the others; after an interruption, ``SystemExit``.
     """
-    with Interruption() as interruption, Sweep(arguments.cluster, interruption) as machines:
-        on_gpu = machines.takes_gpu(arguments.device)
-        arguments.device = "cuda" if on_gpu else "cpu"
-        arguments, jobs = machines.call(partial(plan, arguments), on_gpu)
-        left = _left(jobs, arguments.output)
-        tasks = {name: partial(make_record, name, job, arguments) for name, job in left.items()}
+    with Interruption() as interruption, Sweep(given.cluster, interruption) as machines:
+        on_gpu = machines.takes_gpu(given.device)
+        given.device = "cuda" if on_gpu else "cpu"
+        jobs = {job.name: job for job in machines.call(partial(plan, given), on_gpu)}
+        left = {name: job for name, job in jobs.items() if not job.path.is_file()}
+        if len(left) < len(jobs):
+            print(f"{len(jobs) - len(left)} of {len(jobs)} records are in {given.output} already")
+        tasks = {name: partial(make_record, job) for name, job in left.items()}
         ended, failed = [], {}
         for name, finished in machines.run(tasks, on_gpu, "record"):
             ended.append(name)
             if finished.error:
                 failed[name] = finished.error
             else:
-                write_record(arguments.output / f"{name}.json", finished.value)
+                jobs[name].path.parent.mkdir(parents=True, exist_ok=True)
+                write_record(jobs[name].path, finished.value)
     for name, error in failed.items():
         print(f"FAILED {name}: {error}", file=sys.stderr)
     if interruption.number is not None:
@@ -77,26 +86,84 @@ def sweep(arguments: argparse.Namespace) -> None:
         raise RoseError(f"{len(failed)} of {len(jobs)} records are missing; the same command continues there")
 
 
-def _left(jobs: dict[str, Job], output: Path) -> dict[str, Job]:
-    """Return the jobs without a record in ``output``, which is created if missing."""
-    output.mkdir(parents=True, exist_ok=True)
-    left = {name: job for name, job in jobs.items() if not (output / f"{name}.json").is_file()}
-    if len(left) < len(jobs):
-        print(f"{len(jobs) - len(left)} of {len(jobs)} records are in {output} already")
-    return left
+def make_record(job: Job) -> dict[str, Any]:
+    """Return the record that ``job`` would write, with the name of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = job.in_folder(Path(folder))
+        elsewhere.run()
+        record = json.loads(elsewhere.path.read_text(encoding="utf-8"))
+    record["environment"]["machine"] = platform.node()
+    return record
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; of the options in ``OPTIONS`` only those that are given are set."""
     parser = OneLineParser(prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder for the records; created if missing")
-    add("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none")
-    add("--rungs", help="comma-separated, for workloads only; default: all; experiments always run all")
-    add("--experiments", help="comma-separated; '' for none; default: all that can run here")
-    add_model_options(parser)
-    add("--repeats", type=whole_number(1), default=3, help="measured runs of each benchmark")
+    add("names", nargs="*", metavar="NAME", help="records or workloads; default: those of a GPU")
+    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
+    add("--model", help="shape of the model; default: the experiment's own, at size small the shipped one")
+    add("--load-format", choices=LOAD_FORMATS, help="default: dummy; auto for a shipped model")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--size", choices=tuple(SIZES), help="default: full on a GPU, small on a CPU")
     add_cluster_option(parser)
-    return parser
+    for name, option in OPTIONS.items():
+        takers = dict.fromkeys(one.label for one in EXPERIMENTS.values() if name in one.options)
+        told = f"{option['help']} ({', '.join(takers)})"
+        add(f"--{name.replace('_', '-')}", **option | {"default": argparse.SUPPRESS, "help": told})
+    given = parser.parse_args(argv)
+    given.options = [name for name in OPTIONS if name in given]
+    return given
+
+
+def listed(known: Any) -> Any:
+    """Return an argparse type: comma-separated names, each one of ``known``."""
+
+    def parse_names(text: str) -> tuple[str, ...]:
+        names = tuple(filter(None, text.split(",")))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
+        return names
+
+    return parse_names
+
+
+def limits(text: str) -> tuple[float, float]:
+    """Parse milliseconds of TTFT and ITL, and return seconds; an argparse type."""
+    try:
+        ttft, itl = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not two numbers of milliseconds, such as 100,20"
+        ) from None
+    if not (ttft > 0 and itl > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: both limits must be above 0")
+    return ttft / 1e3, itl / 1e3
+
+
+_NUMBER = {"type": whole_number(1), "metavar": "N"}
+_NUMBERS = {"type": whole_numbers(INT32_MAX), "metavar": "N,N"}
+_NAMES = {"metavar": "NAME,NAME"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repeats": _NUMBER | {"help": "measured runs, turns or samples of each side"},
+    "workloads": _NAMES | {"type": listed(ALL_WORKLOADS), "help": "parts of the record"},
+    "rung": {"choices": tuple(RECIPES), "metavar": "NAME", "help": "default: the device's best"},
+    "batches": _NUMBERS | {"help": "batch sizes"},
+    "context": _NUMBER | {"help": "cached tokens per sequence"},
+    "lengths": _NUMBERS | {"help": "tokens of the prompts"},
+    "tokens": _NUMBER | {"help": "tokens of all prompts of a length"},
+    "seconds": _NUMBER | {"help": "seconds of arrivals at each rate"},
+    "limits_ms": {"type": limits, "metavar": "TTFT,ITL", "help": "goodput's limits in ms"},
+    "chunks": _NUMBERS | {"help": "tokens of a long prompt's chunks; the first is called chunked"},
+    "old": {"metavar": "COMMIT", "help": "commit of this checkout to compare with"},
+    "ranks": {"type": whole_number(2), "metavar": "N", "help": "default: all GPUs of this host; on a CPU 2"},
+    "all_reduce": {
+        "type": listed(recipe_choices()["all_reduce"]),
+        "metavar": "NAME,NAME",
+        "help": "ways to sum",
+    },
+    "sizes_kb": _NUMBERS | {"help": "sizes of the sums"},
+}
 
 
 if __name__ == "__main__":

@@ -7,12 +7,9 @@ already has for the same commit, ranks and sizes are kept.
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,12 +18,10 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rosellm.bench.record import check_writable, new_record, write_record
-from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import DeviceError, RoseError
+from rosellm.errors import DeviceError, OptionError, RoseError
 from rosellm.lab.records.earlier import kept_parts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
-from rosellm.models.loading import resolve_device
 from rosellm.models.part import Part
 from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
@@ -199,77 +194,36 @@ def _twice(run: Callable[[], object]) -> Callable[[], None]:
     return twice
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    """Parse sizes in KB, each a whole number of rows; an argparse type."""
-    try:
-        found = tuple(sorted({int(one) for one in text.split(",")}))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a list of sizes in KB, such as 8,64,512") from None
-    if bad := [kb for kb in found if kb < 1 or kb * 1024 % ROW_BYTES]:
-        raise ArgumentTypeError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
-    return found
+def record(asked: Asked) -> Iterator[Record]:
+    """Measure, and print the medians; ways of the same commit, ranks and sizes are kept."""
+    plan = plan_of(asked)
+    begun = asked.record(NAME, figures={**plan.facts, "us": {}})
+    kept = kept_parts(asked.folder / f"{NAME}.json", begun, plan.ways, "us")
+    us = kept | measure(plan)["us"]
+    figures = {**plan.facts, "us": {way: us[way] for way in WAYS if way in us}}
+    yield begun | {"figures": figures}
+    for way, times in figures["us"].items():
+        print(f"{way}: " + ", ".join(f"{kb} KB {one['median']:.1f} µs" for kb, one in times.items()))
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=whole_number(2), metavar="N", help="default: all GPUs of this host; on a CPU 2")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
-    add("--ways", metavar="NAME,NAME", help=f"any of {', '.join(WAYS[1:])}; default: all, on a CPU {LIBRARY}")
-    told = "default: " + ",".join(map(str, SIZES_KB)) + " and the largest prefill"
-    add("--sizes-kb", type=_sizes, metavar="N,N", help=told)
-    add("--repeats", type=whole_number(1), default=30, metavar="N", help="measurements per size")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
-    return parser
-
-
-def _ways(text: str | None, device: str) -> tuple[str, ...]:
-    asked = text.split(",") if text else WAYS[1:] if device == "cuda" else [LIBRARY]
-    if unknown := [way for way in asked if way not in WAYS[1:]]:
-        raise RoseError(f"way {unknown[0]!r} is unknown; use {', '.join(WAYS[1:])}")
-    return NONE, *dict.fromkeys(asked)
-
-
-def _ranks(asked: int | None, device: str) -> int:
-    there = torch.cuda.device_count() if device == "cuda" else None
-    n_ranks = asked or there or 2
+def plan_of(asked: Asked) -> Plan:
+    """Return what to measure. Raises ``RoseError`` for too few GPUs, or a part of a row."""
+    there = torch.cuda.device_count() if asked.device == "cuda" else None
+    n_ranks = asked["ranks"] or there or 2
     if there is not None and not 2 <= n_ranks <= there:
         raise DeviceError(f"{max(2, n_ranks)} ranks need as many GPUs; this machine has {there}")
-    return n_ranks
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure, record, and print the medians."""
-    arguments = _parser().parse_args(argv)
-    device = resolve_device(arguments.device)
-    plan = Plan(
-        _ranks(arguments.ranks, device.type),
-        device.type,
-        _ways(arguments.ways, device.type),
-        arguments.sizes_kb or (*SIZES_KB, PREFILL_KB[device.type]),
-        arguments.repeats,
+    sizes = asked["sizes_kb"] or (*SIZES_KB, PREFILL_KB[asked.device])
+    if bad := [kb for kb in sizes if kb * 1024 % ROW_BYTES]:
+        raise OptionError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
+    ways = asked["all_reduce"] or (WAYS[1:] if asked.device == "cuda" else (LIBRARY,))
+    return Plan(
+        n_ranks, asked.device, (NONE, *dict.fromkeys(ways)), tuple(sorted(set(sizes))), asked["repeats"]
     )
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = check_writable(arguments.output / f"{NAME}.json")
-    begun = new_record(NAME, device, figures={**plan.facts, "us": {}})
-    kept = kept_parts(path, begun, plan.ways, "us")
-    figures = measure(plan)
-    us = kept | figures["us"]
-    figures["us"] = {way: us[way] for way in WAYS if way in us}
-    write_record(path, new_record(NAME, device, figures=figures))
-    for line in _told(figures["us"], plan.sizes_kb):
-        print(line)
 
 
-def _told(us: dict[str, Any], sizes_kb: Sequence[int]) -> list[str]:
-    rows = [["", *(f"{kb} KB" for kb in sizes_kb)]]
-    for way, times in us.items():
-        found = [times.get(str(kb)) for kb in sizes_kb]
-        rows.append([way, *(f"{one['median']:.1f} µs" if one else "" for one in found)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _refuse(asked: Asked) -> None:
+    plan_of(asked)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+DEFAULTS = {"ranks": None, "all_reduce": (), "sizes_kb": (), "repeats": 30}
+EXPERIMENTS = [Experiment(NAME, record, DEFAULTS, model=None, refuse=_refuse)]

@@ -1,37 +1,31 @@
 """Measure requests that arrive over time: live runs at shares of the engine's capacity, and step times.
 
 Capacity is the requests per second, of workload W8's lengths, that a streaming engine serves when all arrive
-at once. Each live run is one of ``benchmark_streaming --request-rate``; all share one engine. If the model
-has enough positions, the inter-token latency of running requests is also measured while a prompt of 16,000
-tokens is prefilled: in chunks of one or several sizes and whole, in separate passes and joined with decode
-steps. The records are DIR/arrivals.json, DIR/long_prompt.json and DIR/long_prompt_joined.json; in DIR/MODEL
-if the model is not W8's own.
+at once. Each live run is one of ``benchmark_streaming --request-rate``; all share one engine. ``long_prompt``
+measures the inter-token latency of running requests while a prompt of 16,000 tokens is prefilled: in chunks
+of one or several sizes and whole; ``long_prompt_joined`` with prompts joined with decode steps.
 """
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from rosellm.bench.arrivals import Arrival, poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
 from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
-from rosellm.bench.options import counts
 from rosellm.bench.prompts import largest_request, make_prompts, new_tokens, request_params
-from rosellm.bench.record import engine_facts, new_record, write_record
+from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number
-from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import RecordError, Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
-from rosellm.lab.records.step_time import free_memory
+from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.watched_step import Begun, watched
-from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -215,79 +209,48 @@ def long_prompt_options(
     return streaming_options(running, running.num_requests, rung=rung) + own
 
 
-def _limits(text: str) -> tuple[float, float]:
-    """Parse milliseconds of TTFT and ITL, and return seconds; an argparse type."""
-    try:
-        ttft, itl = map(float, text.split(","))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not two numbers of milliseconds, such as 100,20") from None
-    if not (ttft > 0 and itl > 0):
-        raise ArgumentTypeError(f"{text!r}: both limits must be above 0")
-    return ttft / 1e3, itl / 1e3
+def record(asked: Asked) -> Iterator[Record]:
+    """Measure the capacity, runs at shares of it, and step times."""
+    workload = asked.workload(WORKLOAD.id)
+    options = streaming_options(workload, workload.max_batch_size)
+    engine = streaming_engine(asked.gpt, asked.tokenizer, options)
+    figures = measure(engine, workload, asked["seconds"], asked["limits_ms"])
+    facts = {"model": asked.model, "size": asked.size.name, "lengths_of": WORKLOAD.id}
+    yield asked.record("arrivals", **facts, **engine_facts(engine), figures=figures)
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="python -m rosellm.lab.records.arrivals", description=__doc__)
-    add_model_options(parser)
-    add = parser.add_argument
-    add("--seconds", type=whole_number(1), default=5, metavar="N", help="seconds of arrivals at each rate")
-    limits = "goodput's limits on TTFT and ITL in ms; default: 100,20"
-    add("--limits-ms", type=_limits, default=(0.1, 0.02), metavar="TTFT,ITL", help=limits)
-    add("--chunks", **counts((LONG_CHUNK,), INT32_MAX), help="of the long prompt; first: 'chunked'")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
-    return parser
+def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
+    """Run ``benchmark_streaming`` with a long prompt on a rung; None: the device's best."""
+    given = long_prompt_options(chunks=asked["chunks"], rung=rung)
+    of_model = "--hf-model-id", asked.model, "--load-format", asked.load_format, "--device", asked.device
+    yield BENCHMARK.measure(BENCHMARK.parse_options([*given, *of_model]), asked.gpt, asked.tokenizer)
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure and record arrivals, then a long prompt if the model has enough positions."""
-    arguments = settle(_parser().parse_args(argv), WORKLOAD)
-    workload = arguments.size.of(WORKLOAD)
-    folder = folder_of(arguments.output, arguments.model, WORKLOAD)
-    _check_chunks(folder, arguments.chunks)
-    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
-    write_record(folder / "arrivals.json", _arrivals_record(arguments, workload, gpt, tokenizer))
-    record_long_prompt(arguments, folder, gpt, tokenizer)
+def _long_positions(_size: Size) -> int:
+    options = BENCHMARK.parse_options(long_prompt_options())
+    return sum(largest_request(options, options.prompt_tokens))
 
 
-def _check_chunks(folder: Path, chunks: Sequence[int]) -> None:
-    """Raise ``RecordError`` if an existing long-prompt record has chunk sizes that would be lost."""
-    for path in (folder / f"{name}.json" for name in LONG_RECORDS):
-        asked = Results(folder).load(path.stem)["options"] if path.is_file() else {}
-        had = [asked.get("prefill_chunk"), *(asked.get("long_prompt_chunks") or ())]
-        if lost := [size for size in had if size and size not in chunks]:
-            lost_sizes = ", ".join(map(str, lost))
-            raise RecordError(
-                f"{path} would lose chunks of {lost_sizes}: name them too, or choose another --output"
-            )
+def _refuse(asked: Asked, name: str) -> None:
+    """Raise ``RecordError`` if an existing record has chunk sizes that would be lost."""
+    path = asked.folder / f"{name}.json"
+    before = Results(path.parent).load(name)["options"] if path.is_file() else {}
+    had = [before.get("prefill_chunk"), *(before.get("long_prompt_chunks") or ())]
+    if lost := [str(size) for size in had if size and size not in asked["chunks"]]:
+        told = ", ".join(lost)
+        raise RecordError(f"{path} would lose chunks of {told}: name them too, or choose another --output")
 
 
-def record_long_prompt(arguments: Namespace, folder: Path, gpt: Transformer, tokenizer: AnyTokenizer) -> None:
-    """Write each of ``LONG_RECORDS``, or print that they are skipped if the model has too few positions."""
-    asked = BENCHMARK.parse_options(long_prompt_options(chunks=arguments.chunks))
-    needed, there = sum(largest_request(asked, asked.prompt_tokens)), gpt.config.n_positions
-    if there < needed:
-        print(f"long prompt: left out, it needs {needed} positions and the model has {there} positions")
-        return
-    of_model = ["--hf-model-id", arguments.model, "--load-format", arguments.load_format]
-    of_model += ["--device", arguments.device]
-    for name, rung in LONG_RECORDS.items():
-        free_memory()
-        options = BENCHMARK.parse_options(
-            [*long_prompt_options(chunks=arguments.chunks, rung=rung), *of_model]
+EXPERIMENTS = [
+    Experiment("arrivals", record, {"seconds": 5, "limits_ms": (0.1, 0.02)}),
+    *(
+        Experiment(
+            name,
+            partial(record_long_prompt, rung=rung),
+            {"chunks": (LONG_CHUNK,)},
+            positions=_long_positions,
+            refuse=partial(_refuse, name=name),
         )
-        write_record(folder / f"{name}.json", BENCHMARK.measure(options, gpt, tokenizer))
-
-
-def _arrivals_record(
-    arguments: Namespace, workload: Workload, gpt: Transformer, tokenizer: AnyTokenizer
-) -> dict[str, Any]:
-    engine = streaming_engine(gpt, tokenizer, streaming_options(workload, workload.max_batch_size))
-    figures = measure(engine, workload, arguments.seconds, arguments.limits_ms)
-    facts = {"model": arguments.model, "size": arguments.size.name, "lengths_of": WORKLOAD.id}
-    facts |= engine_facts(engine)
-    return new_record("arrivals", gpt.device, **facts, figures=figures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for name, rung in LONG_RECORDS.items()
+    ),
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 from rosellm.lab.records.parameters import ParameterError, model_path
 from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.ladder.rungs import TritonAppend
-from rosellm.models.loading import load_parts
+from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -30,11 +31,25 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 
 @lru_cache(maxsize=2)
+def get_parts(
+    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
+) -> tuple[Transformer, AnyTokenizer]:
+    """Return a model and its tokenizer, loaded once per process; folders are also relative to the caller."""
+    return load_parts(model_path(model), device, dtype, load_format)
+
+
 def get_model(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
 ) -> Transformer:
-    """Return a model, loaded once per process; folders are also resolved relative to the caller."""
-    return load_parts(model_path(model), device, dtype, load_format)[0]
+    """Return the model of :func:`get_parts`."""
+    return get_parts(model, device, dtype, load_format)[0]
+
+
+def free_memory() -> None:
+    """Free the memory of unreferenced engines for the next ones."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rosellm.lab.records.bench import free_memory
 from rosellm.lab.records.records import RecordError, Results
 
 # Environment entries that all parts of a record share; a copy without git has only a version.
 OF_MACHINE = ("device_name", "git_commit", "rosellm")
+
+
+def in_parts(
+    path: Path,
+    begun: dict[str, Any],
+    parts: Mapping[str, Callable[[], Any]],
+    key: str | None = None,
+    order: Callable[[str], Any] | None = None,
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Measure part after part; yield the record so far, and the part's name and figures.
+
+    begun: the record without parts; its ``figures`` get them, under ``key`` if given, sorted by ``order`` of
+    their names. Parts that the record at ``path`` has of the same conditions are kept; a part whose figures
+    are None is left out. Raises ``RecordError`` if others would be lost.
+    """
+    found = kept_parts(path, begun, list(parts), key)
+    for name, measure in parts.items():
+        if (figures := measure()) is not None:
+            found[name] = figures
+        ordered = dict(sorted(found.items(), key=lambda part: order(part[0]))) if order else dict(found)
+        yield (
+            begun | {"figures": ordered if key is None else begun["figures"] | {key: ordered}},
+            name,
+            figures,
+        )
+        free_memory()
 
 
 def earlier_parts(path: Path, today: dict[str, Any], key: str | None = None) -> dict[str, Any]:

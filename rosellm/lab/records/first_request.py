@@ -1,8 +1,7 @@
 """Measure what the first request of a process waits for, with and without a warm-up.
 
 Fresh processes load a model, build its engine and run workload W8 three times: first with an empty cache of
-compiled Triton kernels, then with the cache so filled. The record is DIR/first_request.json, in DIR/MODEL if
-the model is not W8's own.
+compiled Triton kernels, then with the cache so filled.
 """
 
 from __future__ import annotations
@@ -17,13 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.bench.workloads import WORKLOADS
-from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
-from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.sizes import Size
@@ -105,33 +100,15 @@ def process_options(
     return [str(text) for pair in options.items() for text in pair]
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="python -m rosellm.lab.records.first_request", description=__doc__)
-    add_model_options(parser)
-    parser.add_argument(
-        "--repeats", type=whole_number(1), default=1, metavar="N", help="processes of each kind"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Run the processes one after the other, and record their figures."""
-    arguments = settle(_parser().parse_args(argv), WORKLOAD)
-    path = check_writable(folder_of(arguments.output, arguments.model, WORKLOAD) / "first_request.json")
-    named = (arguments.model, arguments.load_format, arguments.device)
-    options, processes = process_options(arguments.size, *named), []
-    for _ in range(arguments.repeats):
+def record(asked: Asked) -> Iterator[Record]:
+    """Run the processes one after the other; print a line for each."""
+    options, processes = process_options(asked.size, asked.model, asked.load_format, asked.device), []
+    for _ in range(asked["repeats"]):
         for process in measure(options):
             processes.append(process)
             print(told(process), flush=True)
-    facts = {"model": arguments.model, "workload": WORKLOAD.id, "options": options}
-    facts |= {"size": arguments.size.name}
-    figures = {"processes": processes}
-    record = new_record("first_request", torch.device(arguments.device), **facts, figures=figures)
-    write_record(path, record)
+    facts = {"model": asked.model, "workload": WORKLOAD.id, "options": options, "size": asked.size.name}
+    yield asked.record("first_request", **facts, figures={"processes": processes})
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+EXPERIMENTS = [Experiment("first_request", record, {"repeats": 1})]

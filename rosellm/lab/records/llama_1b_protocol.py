@@ -2,33 +2,22 @@
 
 Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.generate``, alone. ``call_us``
 is the whole call divided by 128 tokens; ``decode_us`` is the time from first to last token divided by the 127
-decode steps between them, like the published figures. Prompts alternate. The record is
-DIR/llama_1b_protocol.json.
+decode steps between them, like the published figures. Prompts alternate.
 
 Source of the published figures: github.com/msaroufim/megakernels-vs-cuda-graphs
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.record import (
-    across_repeats,
-    check_writable,
-    engine_facts,
-    new_record,
-    tokens_sha256,
-    write_record,
-)
+from rosellm.bench.record import across_repeats, engine_facts, tokens_sha256
 from rosellm.bench.runs import check_served
-from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records.bench import make_prompts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.parameters import model_path
-from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.sampling import SamplingParams
 
@@ -61,31 +50,14 @@ def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add = parser.add_argument
-    add("--model", default=MODEL, help=f"shape of the model; default: {MODEL}")
-    add("--load-format", choices=LOAD_FORMATS, default="dummy", metavar="FORMAT", help="auto or dummy")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", metavar="D", help="auto, cuda or cpu")
-    add("--repeats", type=whole_number(1), default=10, metavar="N", help="measured calls per prompt")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure and write the record."""
-    arguments = _parser().parse_args(argv)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = check_writable(arguments.output / f"{NAME}.json")
-    llm = LLM(model_path(arguments.model), device=arguments.device, load_format=arguments.load_format)
-    figures = measure(llm, arguments.repeats) | {"engine": engine_facts(llm.engine)}
+def record(asked: Asked) -> Iterator[Record]:
+    """Measure, and print the medians."""
+    llm = LLM(model_path(asked.model), device=asked.device, load_format=asked.load_format)
+    figures = measure(llm, asked["repeats"]) | {"engine": engine_facts(llm.engine)}
     sizes = {"prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
-    facts = {"model": arguments.model, "load_format": arguments.load_format, **sizes}
-    write_record(path, new_record(NAME, llm.engine.device, **facts, figures=figures))
+    yield asked.record(NAME, model=asked.model, load_format=asked.load_format, **sizes, figures=figures)
     decode, call = (figures["medians"][name] for name in ("decode_us", "call_us"))
     print(f"{decode:.1f} µs per decode step, {call:.1f} µs per token of a whole call")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+EXPERIMENTS = [Experiment(NAME, record, {"repeats": 10}, MODEL)]

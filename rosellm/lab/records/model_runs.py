@@ -1,43 +1,20 @@
-"""Measure modern models' workloads, the ladder's steps, and ledgers, with the model loaded once.
-
-Records are DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json, which keeps its ledgers of the same
-commit. A workload that needs more positions than the model has is skipped.
-"""
+"""Modern models' recorded whole runs, beside a rival's and the floor."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import make_prompts, new_tokens
-from rosellm.bench.record import new_record, write_record
-from rosellm.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
-from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError, describe
-from rosellm.lab.records.earlier import kept_parts
+from rosellm.bench.workloads import MODEL_WORKLOADS, Workload
 from rosellm.lab.records.floors import Ceiling, prefill_floors_us
-from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.records import Results, modern_rivals, one_lease
-from rosellm.lab.records.rungs import runnable
-from rosellm.lab.records.step_records import ladder_steps
-from rosellm.lab.records.step_time import free_memory
 from rosellm.models.families.table import read_arch
-from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
-from rosellm.models.model import Transformer
-from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
-LEDGERS_FILE = "ledgers.json"
 BYTES = 2  # per element, in the models' dtype
-EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # for the ladder's steps
 
 
 class Row(NamedTuple):
@@ -93,7 +70,7 @@ def floor(results: Results, model: str, name: str) -> float | None:
     if not path.is_file() or "ceilings" not in results.names():
         return None
     record = json.loads(path.read_text())
-    arch, options = read_arch(record["model_shape"]), argparse.Namespace(**record["options"])
+    arch, options = read_arch(record["model_shape"]), Namespace(**record["options"])
     prompts, new = [len(one) for one in make_prompts(options, vocab_size=2)], new_tokens(options)
     ceiling, total = ceiling_of(results), sum(prompts)
     least = prefill_floors_us(arch, len(prompts), total / len(prompts), BYTES, ceiling)
@@ -144,104 +121,3 @@ def figure(record: dict[str, Any], workload: Workload) -> float:
     if unit == "tok/s":
         return medians["total_throughput_tok_s"]
     return workload.num_requests * (workload.prompt_tokens or 1) / medians["total_time_s"]
-
-
-def measure(
-    arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str], ledgers: Sequence[str]
-) -> None:
-    """Record the workloads ``names``, the steps of every rung at ``ladder``'s sizes, then ``ledgers``.
-
-    Raises ``RecordError``, before measuring, if the record of ledgers would lose others.
-    """
-    folder = arguments.output / short_name(arguments.model)
-    begun = _ledgers_record(arguments.model, resolve_device(arguments.device), {})
-    kept = kept_parts(folder / LEDGERS_FILE, begun, ledgers)
-    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
-    folder.mkdir(parents=True, exist_ok=True)
-    measure_runs(arguments, names, gpt, tokenizer, folder)
-    for name in ladder:
-        figures = ladder_steps(gpt, runnable(gpt.device, gpt.config), MODEL_WORKLOADS[name], **EFFORT)
-        record = new_record(f"steps-{name}", gpt.device, model=arguments.model, figures=figures)
-        write_record(folder / f"steps-{name}.json", record)
-    measure_ledgers(arguments.model, ledgers, gpt, folder, kept)
-
-
-def measure_ledgers(
-    model: str, names: Iterable[str], gpt: Transformer, folder: Path, kept: dict[str, Any]
-) -> None:
-    """Account for each workload on the best rung; rewrite the record, including ``kept``, after each one.
-
-    A failure is printed at once, and the others follow. Raises ``RoseError`` at the end if any failed.
-    """
-    rung, figures, failed = best_rung(gpt.device), dict(kept), []
-    for name in names:
-        try:
-            ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
-        except Exception as error:  # kernel, profiler or memory errors need not affect the other ledgers
-            failed.append(name)
-            print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
-        else:
-            figures[name] = ledger.as_dict()
-            write_record(folder / LEDGERS_FILE, _ledgers_record(model, gpt.device, figures))
-            print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
-        free_memory()
-    if failed:
-        raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
-
-
-def _ledgers_record(model: str, device: torch.device, figures: dict[str, Any]) -> dict[str, Any]:
-    ordered = {name: figures[name] for name in MODEL_WORKLOADS if name in figures}
-    return new_record("ledgers", device, model=model, figures=ordered)
-
-
-def measure_runs(
-    arguments: argparse.Namespace,
-    names: Iterable[str],
-    gpt: Transformer,
-    tokenizer: AnyTokenizer,
-    folder: Path,
-) -> None:
-    """Record whole runs of each workload."""
-    for name in names:
-        workload = MODEL_WORKLOADS[name]
-        longest = (workload.prompt_tokens or 1) + workload.max_new_tokens
-        if longest > gpt.config.n_positions:
-            print(f"{name}: left out, the model has {gpt.config.n_positions} positions of {longest}")
-            continue
-        given = ["--workload", name, "--hf-model-id", arguments.model, "--load-format", arguments.load_format]
-        sizes = ["--mode", "offline", "--device", arguments.device, "--repeat-runs", str(arguments.repeats)]
-        record = BENCHMARK.measure(BENCHMARK.parse_options([*given, *sizes]), gpt, tokenizer)
-        write_record(folder / f"{name}.json", record)
-        print(f"{name}: {figure(record, workload):.1f} {unit_of(workload)}", flush=True)
-        free_memory()
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="python -m rosellm.lab.records.model_runs", description=__doc__)
-    add = parser.add_argument
-    add("--model", default=MODERN_MODEL, help="hub id, local folder or shipped model")
-    add("--load-format", choices=("auto", "dummy"), default=LOAD_FORMAT, help="dummy: random weights")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--workloads", default=",".join(MODEL_WORKLOADS), metavar="ID,ID", help="workloads to run")
-    add("--ladder", default="", metavar="ID,ID", help="workloads at whose size every rung's step is timed")
-    add("--ledgers", default="", metavar="ID,ID", help="workloads to take ledgers of")
-    add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each workload")
-    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Check the names, then measure."""
-    arguments = _parser().parse_args(argv)
-    asked = [
-        list(filter(None, text.split(",")))
-        for text in (arguments.workloads, arguments.ladder, arguments.ledgers)
-    ]
-    if unknown := [name for name in chain(*asked) if name not in MODEL_WORKLOADS]:
-        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(MODEL_WORKLOADS)}")
-    measure(arguments, *asked)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

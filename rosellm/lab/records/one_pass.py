@@ -2,14 +2,13 @@
 
 Measures both ways of the device's best recipe: whole runs of workload W8; a decode step plus a prompt, by
 rows and prompt tokens; and the inter-token latency of running requests while a long prompt is prefilled, in
-chunks and whole. The record is DIR/one_pass.json, in DIR/MODEL if the model is not W8's own.
+chunks and whole.
 """
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +22,17 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER, run_schedu
 from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingLoad, run_streaming_benchmark
 from rosellm.bench.job import Job, make_engine, scheduler_config
 from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
-from rosellm.bench.record import new_record, write_record
 from rosellm.bench.runs import mode_result
 from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records import arrivals
-from rosellm.lab.records.bench import make_prompts
-from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.bench import free_memory, make_prompts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.passes import JOINED, Pass, counted, passes_of
 from rosellm.lab.records.records import Results, number, percent_change
 from rosellm.lab.records.sizes import Size
-from rosellm.lab.records.step_time import free_memory
+from rosellm.lab.records.turns import in_turns
 from rosellm.lab.records.verdicts import Verdict
-from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -75,17 +72,11 @@ def measure_runs(
         )
         for way, recipe in ways.items()
     }
-    passes = {way: _passes(job) for way, job in jobs.items()}  # also warms up
-    repeats: dict[str, list[dict[str, Any]]] = {way: [] for way in jobs}
-    for _ in range(turns):
-        for way, job in jobs.items():
-            repeats[way] += run_scheduler_benchmark(job, warmup_runs=0, repeat_runs=1)["repeats"]
+    once = {way: partial(run_scheduler_benchmark, job, 0, 1) for way, job in jobs.items()}
+    passes = {way: counted(passes_of(job.engine, once[way])) for way, job in jobs.items()}  # also warms up
+    found = in_turns(once, turns, warm_up=False)
+    repeats = {way: [run["repeats"][0] for run in own] for way, own in found.items()}
     return {way: {"passes": passes[way], **mode_result("online", 1, repeats[way])} for way in jobs}
-
-
-def _passes(job: Job) -> dict[str, int]:
-    run = partial(run_scheduler_benchmark, job, warmup_runs=0, repeat_runs=1)
-    return counted(passes_of(job.engine, run))
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
@@ -133,12 +124,13 @@ def measure_beside(
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for rows in batches:
         for tokens in lengths:
-            own: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(turns):
-                for way, engine in engines.items():
-                    seconds = beside_seconds(engine, rows, context, tokens, repeats)
-                    own[way].append(round(median(seconds) * 1e6, 3))
-            found.setdefault(str(rows), {})[str(tokens)] = own
+            steps = {
+                way: partial(beside_seconds, engine, rows, context, tokens, repeats)
+                for way, engine in engines.items()
+            }
+            own = in_turns(steps, turns, warm_up=False)
+            us = {way: [round(median(seconds) * 1e6, 3) for seconds in all_s] for way, all_s in own.items()}
+            found.setdefault(str(rows), {})[str(tokens)] = us
     return found
 
 
@@ -156,11 +148,8 @@ def measure_long_prompt(
     for way, recipe in ways.items():
         engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, prompts)))
         jobs |= {(way, kind): Job(engine, prompts, params, config) for kind, config in configs.items()}
-    repeats: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in jobs}
-    for turn in range(turns + 1):
-        for key, job in jobs.items():
-            run = run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"]
-            repeats[key] += run if turn else []
+    once = {key: partial(run_streaming_benchmark, job, load, 0, 1) for key, job in jobs.items()}
+    repeats = {key: [run["repeats"][0] for run in own] for key, own in in_turns(once, turns).items()}
     return {way: {kind: mode_result(kind, 1, repeats[way, kind]) for kind in configs} for way in ways}
 
 
@@ -175,33 +164,29 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
     return arrivals.long_prompt_options(tokens, (chunk,), running, after_ms)
 
 
-def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
+def measure(asked: Asked) -> Iterator[Record]:
     """Measure all figures; print each part when it is done."""
-    ways, size, turns = ways_of(gpt.device), arguments.size, arguments.repeats
-    of_model = ["--hf-model-id", arguments.model, "--device", gpt.device.type]
-    of_model += ["--load-format", arguments.load_format]
-    sized = [str(text) for pair in _sized(size).items() for text in pair]
-    options = SCHEDULER.parse_options([*sized, *of_model])
+    gpt, tokenizer, turns = asked.gpt, asked.tokenizer, asked["repeats"]
+    ways = ways_of(gpt.device)
+    options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id))
     runs = measure_runs(gpt, tokenizer, ways, options, turns)
     print(told_runs(runs), flush=True)
     free_memory()
-    beside = measure_beside(gpt, ways, size, turns)
+    beside = measure_beside(gpt, ways, asked.size, turns)
     print(told_beside(beside), flush=True)
     free_memory()
-    given = long_prompt_options(gpt, size)
+    of_model = "--hf-model-id", asked.model, "--device", asked.device, "--load-format", asked.load_format
+    given = long_prompt_options(gpt, asked.size)
     long = measure_long_prompt(gpt, tokenizer, ways, [*given, *of_model], turns)
     print(told_long(long), flush=True)
-    return {
+    facts = {"model": asked.model, "size": asked.size.name, "workload": WORKLOAD.id}
+    figures = {
         "ways": {way: recipe.as_dict() for way, recipe in ways.items()},
         "runs": runs,
         "beside_us": beside,
         "long_prompt": {"options": given, **long},
     }
-
-
-def _sized(size: Size) -> dict[str, Any]:
-    """Return the options of workload W8, no larger than ``size``."""
-    return {name: value for name, value in size.options(WORKLOAD).items() if value is not None}
+    yield asked.record(NAME, **facts, dtype=str(gpt.dtype).removeprefix("torch."), figures=figures)
 
 
 def told_runs(runs: Mapping[str, dict[str, Any]]) -> str:
@@ -315,30 +300,4 @@ def verdict_of(figures: Mapping[str, Any]) -> Verdict:
     return Verdict(WORKLOAD.id, before, after)
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add_model_options(parser)
-    add = parser.add_argument
-    add("--repeats", type=whole_number(1), default=5, metavar="N", help="measured turns of each way")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure and write the record."""
-    arguments = settle(_parser().parse_args(argv), WORKLOAD)
-    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
-    folder = folder_of(arguments.output, arguments.model, WORKLOAD)
-    figures = measure(arguments, gpt, tokenizer)
-    facts = {
-        "model": arguments.model,
-        "size": arguments.size.name,
-        "workload": WORKLOAD.id,
-        "dtype": str(gpt.dtype).removeprefix("torch."),
-    }
-    write_record(folder / f"{NAME}.json", new_record(NAME, gpt.device, **facts, figures=figures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+EXPERIMENTS = [Experiment("one_pass", measure, {"repeats": 5})]

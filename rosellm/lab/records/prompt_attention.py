@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,15 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rosellm.bench.record import check_writable, new_record, write_record
-from rosellm.bench.workloads import LOAD_FORMAT
-from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
+from rosellm.bench.workloads import MODERN_MODEL
 from rosellm.errors import OptionError
-from rosellm.lab.records.earlier import kept_parts
-from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.earlier import in_parts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.arch import Arch
-from rosellm.models.loading import arch_of, resolve_device
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import choose_kernels
@@ -37,7 +34,7 @@ from rosellm.roseinfer.kernels.table import choose_kernels
 NAME = "prompt_attention"
 OURS, FLASH, CUDNN = "rosellm", "FlashAttention", "cuDNN"
 LIBRARIES = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-LENGTHS, TOKENS, MOST_TOKENS = (2048, 8192, 32768), 32768, 2**20
+LENGTHS, TOKENS = (2048, 8192, 32768), 32768
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 TURNS, SECONDS = 7, 0.2  # measured turns of each way, seconds of each turn
 
@@ -78,27 +75,26 @@ def _library(backend: SDPBackend, scale: float, q: Tensor, k: Tensor, v: Tensor)
     return out.transpose(1, 2)
 
 
-def measure(
-    arch: Arch, lengths: list[int], tokens: int, device: torch.device, turns: int, seconds: float = SECONDS
-) -> dict[str, dict[str, Any]]:
-    """Return length → prompts, FLOPs, and way → µs per call of each turn.
+def measure_length(
+    arch: Arch, length: int, tokens: int, device: torch.device, turns: int, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """Return prompts, FLOPs, and way → µs per call of each turn, for prompts of one length.
 
     largest_difference: between each library's elements and ours. Raises ``OptionError`` if no library runs
     here.
     """
-    found = {}
-    for length in lengths:
-        prompts = max(1, tokens // length)
-        calls = _that_run(ways(arch, length, prompts, device))
-        ours = calls[OURS]().float()
-        apart = {name: (calls[name]().float() - ours).abs().max().item() for name in calls if name != OURS}
-        found[str(length)] = {
-            "prompts": prompts,
-            "flop": 4 * arch.n_heads * arch.head_dim * prompts * (length * (length + 1) // 2),
-            "us": _in_turns(calls, device, turns, seconds),
-            "largest_difference": apart,
-        }
-    return found
+    prompts = max(1, tokens // length)
+    calls = _that_run(ways(arch, length, prompts, device))
+    ours = calls[OURS]().float()
+    apart = {name: (calls[name]().float() - ours).abs().max().item() for name in calls if name != OURS}
+    times = {name: max(1, round(seconds / _call_s(call, 1, device))) for name, call in calls.items()}
+    turn = {name: partial(_call_s, call, times[name], device) for name, call in calls.items()}
+    return {
+        "prompts": prompts,
+        "flop": 4 * arch.n_heads * arch.head_dim * prompts * (length * (length + 1) // 2),
+        "us": {name: [s * 1e6 for s in own] for name, own in in_turns(turn, turns).items()},
+        "largest_difference": apart,
+    }
 
 
 def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
@@ -115,20 +111,6 @@ def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
             found[name] = call
     if found.keys() == {OURS}:
         raise OptionError("no attention library supports these heads on this device")
-    return found
-
-
-def _in_turns(
-    calls: dict[str, Way], device: torch.device, turns: int, seconds: float
-) -> dict[str, list[float]]:
-    """Return way → µs per call of each turn; a turn takes about ``seconds``."""
-    times = {name: max(1, round(seconds / _call_s(call, 1, device))) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            us = _call_s(call, times[name], device) * 1e6
-            if turn:  # the first turn raises the clocks
-                found[name].append(us)
     return found
 
 
@@ -171,38 +153,23 @@ def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {path.parent.name: Results(path.parent).load(NAME)["figures"] for path in paths}
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, help="defines the heads: hub id, local folder or shipped model")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--lengths", type=whole_numbers(MOST_TOKENS), default=LENGTHS, metavar="N,N", help="prompt tokens")
-    add("--tokens", type=whole_number(1), default=TOKENS, metavar="N", help="total of each length")
-    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each way")
-    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure and record."""
-    asked = _parser().parse_args(argv)
-    device, arch = resolve_device(asked.device), arch_of(asked.model, LOAD_FORMAT)
-    if arch.window is not None:
-        raise OptionError(f"{asked.model} has a window of {arch.window} tokens; prompts are compared without")
-    folder = asked.output / short_name(asked.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = check_writable(folder / f"{NAME}.json")
+def measure(asked: Asked) -> Iterator[Record]:
+    """Measure every length; print the result after each."""
+    arch, tokens = asked.arch, asked["tokens"]
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}
-    facts |= {"tokens": asked.tokens, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
-    lengths = sorted(set(asked.lengths))
-    kept = kept_parts(path, new_record(NAME, device, **facts, figures={}), list(map(str, lengths)))
-    figures = measure(arch, lengths, asked.tokens, device, asked.repeats)
-    found = kept | figures
-    ordered = {length: found[length] for length in sorted(found, key=int)}
-    write_record(path, new_record(NAME, device, **facts, figures=ordered))
-    print("\n".join(told(*one) for one in figures.items()))
+    facts |= {"tokens": tokens, "dtype": str(DTYPES[asked.device]).removeprefix("torch.")}
+    lengths = sorted(set(asked["lengths"]))
+    parts = {str(n): partial(measure_length, arch, n, tokens, asked.where, asked["repeats"]) for n in lengths}
+    path, begun = asked.folder / f"{NAME}.json", asked.record(NAME, **facts, figures={})
+    for record, length, figures in in_parts(path, begun, parts, order=int):
+        yield record
+        print(told(length, figures), flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _refuse(asked: Asked) -> None:
+    if (window := asked.arch.window) is not None:
+        raise OptionError(f"{asked.model} has a window of {window} tokens; prompts are compared without")
+
+
+DEFAULTS = {"lengths": LENGTHS, "tokens": TOKENS, "repeats": TURNS}
+EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, MODERN_MODEL, own_folder=True, refuse=_refuse)]

@@ -8,7 +8,6 @@ CPU runs the same workloads in fp32, once each.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import io
 import signal
@@ -22,29 +21,22 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from rosellm.bench.record import new_record, write_record
+from rosellm.bench.record import write_record
 from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, describe
 from rosellm.lab.records.earlier import earlier_parts
-from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.jobs import (
-    APPENDED,
-    BENCHMARKS,
-    KV_APPEND,
-    benchmark_arguments,
-    experiment,
-    free_memory,
-)
+from rosellm.lab.records.experiment import Asked, Record
 from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
-from rosellm.lab.records.recordings import each
+from rosellm.lab.records.recordings import APPENDED, each
 from rosellm.lab.records.records import Results, results_folder
+from rosellm.lab.records.registry import EXPERIMENTS
 from rosellm.lab.records.rungs import runnable
+from rosellm.lab.records.runs import whole_run
 from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_records import ladder_steps, step_shape
-from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
-from rosellm.models.model import Transformer
+from rosellm.models.loading import resolve_device
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 MODEL, SIZE = "gpt2", "full"
@@ -52,9 +44,15 @@ EFFORT = {  # per rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
-EXPERIMENTS = {  # at full size less than a minute each
-    "cuda": ("bookkeeping", KV_APPEND, "autotune", "kv_pressure", *(f"lengths-{batch}" for batch in BATCHES)),
-    "cpu": ("bookkeeping", KV_APPEND),
+QUICK = {  # experiments that take at full size less than a minute each
+    "cuda": (
+        "bookkeeping",
+        "kv_append",
+        "autotune",
+        "kv_pressure",
+        *(f"lengths-{batch}" for batch in BATCHES),
+    ),
+    "cpu": ("bookkeeping", "kv_append"),
 }
 LEAVING_S = 15.0  # for the step in progress when time is up, and interpreter shutdown
 AGAIN_S = 2.0  # repeat: an exception raised in a finalizer is lost
@@ -79,25 +77,21 @@ class Recorder:
         self.device, self.folder = device, folder
         self.results = Results(folder)
         self.ends = ["dense", get_rung(None, device)]
-        self.gpt: Transformer
-        self.tokenizer: AnyTokenizer
-        self.gpt, self.tokenizer = load_parts(MODEL, device.type, "auto", LOAD_FORMAT)
-        others = [rung for rung in runnable(device, self.gpt.config) if rung not in self.ends]
+        self.warmups, repeats = REPEATS[device.type]
+        options = {"repeats": repeats}
+        self.asked = Asked(MODEL, LOAD_FORMAT, device.type, SIZES[SIZE], folder, options)
+        others = [rung for rung in runnable(device, self.asked.arch) if rung not in self.ends]
         self.rungs = [*self.ends, *others]
 
     def jobs(self) -> list[Job]:
         """Return what is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
         short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
-        jobs = [Job("ceilings", self.ceilings)] if self.device.type == "cuda" else []
+        jobs = [self._experiment("ceilings")] if self.device.type == "cuda" else []
         jobs += [self._steps("W0"), *self._runs(short, self.ends), self._steps("W1")]
         jobs += [self._steps("W3"), self._steps("W2"), *self._runs(longer, self.ends)]
         jobs += self._runs((*short, *longer), self.rungs[len(self.ends) :])
-        jobs += [Job(name, partial(self.experiment, name)) for name in EXPERIMENTS[self.device.type]]
+        jobs += map(self._experiment, QUICK[self.device.type])
         return [job for job in jobs if not self._is_done(job.name)]
-
-    def ceilings(self) -> None:
-        """Record what the GPU sustains: reading, copying and multiplying."""
-        self._write("ceilings", measure_ceilings(self.device, self.gpt.dtype))
 
     def steps(self, workload: str) -> None:
         """Record every rung's decode step at the workload's size, one rung at a time.
@@ -108,30 +102,24 @@ class Recorder:
         begun = self._record(name, _shape(name) | {"turns_us": {}})
         known = earlier_parts(self.folder / f"{name}.json", begun, "turns_us")
         for rung in each(name, [rung for rung in self.rungs if rung not in known]):
-            figures = ladder_steps(self.gpt, [rung], WORKLOADS[workload], **EFFORT[self.device.type])
+            figures = ladder_steps(self.asked.gpt, [rung], WORKLOADS[workload], **EFFORT[self.device.type])
             known |= figures["turns_us"]
-            self._write(name, figures | {"turns_us": {one: known[one] for one in LADDER if one in known}})
+            figures |= {"turns_us": {one: known[one] for one in LADDER if one in known}}
+            write_record(self.folder / f"{name}.json", self._record(name, figures))
 
     def whole_run(self, workload: str, rung: str) -> None:
         """Record a workload's benchmark on a rung."""
-        warmups, repeats = REPEATS[self.device.type]
-        asked = self._asked(repeats=repeats)
-        given = [*benchmark_arguments(workload, rung, asked), "--warmup-runs", str(warmups)]
-        benchmark = BENCHMARKS[WORKLOADS[workload].form]
         with redirect_stdout(io.StringIO()):  # hide its summary
-            record = benchmark.measure(benchmark.parse_options(given), self.gpt, self.tokenizer)
+            (record,) = whole_run(self.asked, workload, ("--rung", rung), self.warmups)
         write_record(self.folder / f"{workload}-{rung}.json", record)
 
     def experiment(self, name: str) -> None:
         """Record one of the experiments of ``rosellm.lab.measure``."""
         with redirect_stdout(io.StringIO()):
-            experiment(name)(self._asked(output=self.folder))
-        free_memory()
+            EXPERIMENTS[name].run(self.asked)
 
-    def _asked(self, **options: Any) -> argparse.Namespace:
-        """Return the options of ``rosellm.lab.measure`` for this device, at full size."""
-        given = {"model": MODEL, "load_format": LOAD_FORMAT, "device": self.device.type}
-        return argparse.Namespace(size=SIZES[SIZE], **given, **options)
+    def _experiment(self, name: str) -> Job:
+        return Job(name, partial(self.experiment, name))
 
     def _steps(self, workload: str) -> Job:
         return Job(f"steps-{workload}", partial(self.steps, workload))
@@ -149,18 +137,15 @@ class Recorder:
         record = self.results.load(name)
         if (record.get("model", MODEL), record.get("size", SIZE)) != (MODEL, SIZE):
             return False
-        if name == KV_APPEND:
+        if name == "kv_append":
             return {row["batch_size"] for row in record.get("rows", [])} >= set(APPENDED)
         return not name.startswith("steps-") or self._has_all_rungs(name, record.get("figures", {}))
 
     def _has_all_rungs(self, name: str, steps: dict[str, Any]) -> bool:
         return _shape(name).items() <= steps.items() and set(self.rungs) <= steps.get("turns_us", {}).keys()
 
-    def _write(self, name: str, figures: dict[str, Any]) -> None:
-        write_record(self.folder / f"{name}.json", self._record(name, figures))
-
-    def _record(self, name: str, figures: dict[str, Any]) -> dict[str, Any]:
-        return new_record(name, self.device, model=MODEL, size=SIZE, figures=figures)
+    def _record(self, name: str, figures: dict[str, Any]) -> Record:
+        return self.asked.record(name, model=MODEL, size=SIZE, figures=figures)
 
 
 def _shape(name: str) -> dict[str, int]:

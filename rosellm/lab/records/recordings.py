@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.errors import RoseError
+from rosellm.bench import benchmark_kv_append
+from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, Workload
+from rosellm.errors import RoseError, describe
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.earlier import in_parts
+from rosellm.lab.records.experiment import Asked, Experiment, Record, table
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps, positions_for
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.rungs import runnable
-from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
+from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import arch_of, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.recipe import get_rung
 
-NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
+GRID_CONTEXTS = (64, 256, 512, 1000)
+LONGEST_TUNED = 960
+ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
+APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbenchmark
 
 T = TypeVar("T")
 
@@ -39,12 +43,12 @@ def each(name: str, parts: Iterable[T]) -> Iterator[T]:
             yield part
 
 
-def counts(arguments: argparse.Namespace) -> dict:
+def counts(asked: Asked) -> dict:
     """Count kernels, copies, bytes and allocations of one decode step, by batch size and rung.
 
     "mixed": prompts of unequal lengths.
     """
-    model, size = _model(arguments), arguments.size
+    model, size = asked.gpt, asked.size
     rungs = runnable(model.device, model.config)
     batches, tokens = size.batches(8, 64, 256), min(32, size.new_tokens)
     cases: dict[str, tuple[int, int | list[int]]] = {str(n): (n, 2) for n in batches}
@@ -55,34 +59,33 @@ def counts(arguments: argparse.Namespace) -> dict:
     }
 
 
-def equality(arguments: argparse.Namespace) -> dict:
+def equality(asked: Asked) -> Iterator[Record]:
     """Compare every rung's tokens and logits with ``dense``, in fp32, fp16 and bf16, on the shipped model."""
-    size, lengths = arguments.size, arguments.size.contexts(1, 2, 5, 63, 64, 65, 130)
+    size, lengths = asked.size, asked.size.contexts(1, 2, 5, 63, 64, 65, 130)
     batch, tokens = min(14, size.rows), min(64, size.new_tokens)
-    rungs = runnable(resolve_device(arguments.device), arch_of(SHIPPED))
-    return {
-        dtype: experiments.equality(
-            get_model(SHIPPED, arguments.device, dtype), rungs, lengths, batch, tokens
-        )
-        for dtype in each("equality", ("float32", "float16", "bfloat16"))
-    }
+    figures = {}
+    for dtype in each("equality", ("float32", "float16", "bfloat16")):
+        model = get_model(SHIPPED, asked.device, dtype)
+        rungs = runnable(model.device, model.config)
+        figures[dtype] = experiments.equality(model, rungs, lengths, batch, tokens)
+    yield asked.record("equality", model=SHIPPED, size=size.name, figures=figures)
 
 
-def ceilings(arguments: argparse.Namespace) -> dict:
+def ceilings(asked: Asked) -> dict:
     """Measure what the GPU sustains in reading, copying and multiplying, the basis of floors."""
-    return measure_ceilings(torch.device(arguments.device), _model(arguments).dtype)
+    return measure_ceilings(torch.device(asked.device), asked.gpt.dtype)
 
 
-def timelines(arguments: argparse.Namespace) -> dict:
+def timelines(asked: Asked) -> dict:
     """Trace a few decode steps of four rungs and of the rungs before them."""
-    model, workload = _model(arguments), arguments.size.of(WORKLOADS["W1"])
+    model, workload = asked.gpt, asked.workload("W1")
     drawn = [rung for rung in TIMELINES if rung in runnable(model.device, model.config)]
     return {rung: timeline(model, rung, workload) for rung in each("timelines", drawn)}
 
 
-def autotune(arguments: argparse.Namespace) -> dict:
+def autotune(asked: Asked) -> dict:
     """Measure the cost of an autotuned launch against every fixed one."""
-    model, size = _model(arguments), arguments.size
+    model, size = asked.gpt, asked.size
     launches = [
         experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
         for batch, length in each("autotune", ((8, 128), (64, 256), (64, LONGEST_TUNED), (256, 64)))
@@ -90,18 +93,25 @@ def autotune(arguments: argparse.Namespace) -> dict:
     return {"launches": launches}
 
 
-def bookkeeping(arguments: argparse.Namespace) -> dict:
+def bookkeeping(asked: Asked) -> Iterator[Record]:
     """Measure nanoseconds of Python per reserved token."""
-    return {
-        str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in each("bookkeeping", (8, 256))
-    }
+    batches = each("bookkeeping", (8, 256))
+    figures = {str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in batches}
+    yield asked.record("bookkeeping", figures=figures)
 
 
-def ledger(arguments: argparse.Namespace) -> dict:
+def kv_append(asked: Asked) -> Iterator[Record]:
+    """Run the append microbenchmark."""
+    sizes = ",".join(map(str, asked.size.batches(*APPENDED)))
+    given = ["--device", asked.device, "--batch-sizes", sizes]
+    yield benchmark_kv_append.measure(benchmark_kv_append.parse_options(given))
+
+
+def ledger(asked: Asked) -> dict:
     """Account for a decode step's time, at the batch sizes of four workloads and half their context."""
-    model = _model(arguments)
+    model = asked.gpt
     rungs = runnable(model.device, model.config)
-    sized = [arguments.size.of(WORKLOADS[name]) for name in LEDGER_WORKLOADS]
+    sized = [asked.workload(name) for name in STEP_WORKLOADS]
     context = {w.max_batch_size: w.max_new_tokens // 2 for w in sized}
     return {
         str(n): _by_rung(f"ledger, batch {n}", rungs, experiments.ledgers, model, n, tokens)
@@ -109,25 +119,25 @@ def ledger(arguments: argparse.Namespace) -> dict:
     }
 
 
-def ledger_w6(arguments: argparse.Namespace) -> dict:
+def ledger_w6(asked: Asked) -> dict:
     """Account for a step of the largest workload, on the best rung."""
-    w = arguments.size.of(WORKLOADS["W6"])
+    w = asked.workload("W6")
     context = _prompt_length(w) + w.max_new_tokens // 2
-    return experiments.ledgers(_model(arguments), [_best_rung(arguments)], w.max_batch_size, context)
+    return experiments.ledgers(asked.gpt, [asked.best], w.max_batch_size, context)
 
 
-def ledger_w8(arguments: argparse.Namespace) -> dict:
+def ledger_w8(asked: Asked) -> dict:
     """Account for unequal requests, greedy, with a temperature, and filtered, each at half its output."""
-    model, rung = _model(arguments), _best_rung(arguments)
-    sized = {name: arguments.size.of(WORKLOADS[name]) for name in ("W8", "W9", "W10")}
+    model, rung = asked.gpt, asked.best
+    sized = {name: asked.workload(name) for name in ("W8", "W9", "W10")}
     return {
         name: workload_ledger(model, rung, sized[name]).as_dict() for name in each("ledger_w8", list(sized))
     }
 
 
-def grid(arguments: argparse.Namespace) -> dict:
+def grid(asked: Asked) -> dict:
     """Time steps of the best rung over batch size and context; for few rows also with ``split_kv``."""
-    model, size, best = _model(arguments), arguments.size, _best_rung(arguments)
+    model, size, best = asked.gpt, asked.size, asked.best
     contexts, few = size.contexts(*GRID_CONTEXTS), size.contexts(256, 512, 768, 1000)
 
     def rows(rung: str, batches: Sequence[int], contexts: list[int]) -> list[dict]:
@@ -144,103 +154,127 @@ def grid(arguments: argparse.Namespace) -> dict:
     }
 
 
-def lengths(arguments: argparse.Namespace, batch: int) -> dict:
+def lengths(asked: Asked, batch: int) -> dict:
     """Time steps with equal and unequal contexts of the same sum, rows whole and split."""
-    size, model = arguments.size, _model(arguments)
+    size, model = asked.size, asked.gpt
     rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
     return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
-def cold_start(arguments: argparse.Namespace) -> dict:
+def cold_start(asked: Asked) -> dict:
     """Measure the time to the first tokens of a fresh process."""
-    best = _best_rung(arguments)
-    seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, best)
+    best = asked.best
+    seconds = experiments.cold_start(asked.model, asked.load_format, asked.device, best)
     return {"rung": best, "seconds": seconds}
 
 
-def kv_pressure(arguments: argparse.Namespace) -> dict:
+def kv_pressure(asked: Asked) -> dict:
     """Measure throughput with a quarter of the KV blocks that all requests need, and with all of them."""
-    sized = (arguments.size.of(WORKLOADS[name]) for name in each("kv_pressure", ("W6", "W7")))
+    sized = (asked.workload(name) for name in each("kv_pressure", ("W6", "W7")))
     return {
-        w.id: robustness.kv_pressure(_model(arguments), w.num_requests, _prompt_length(w), w.max_new_tokens)
+        w.id: robustness.kv_pressure(asked.gpt, w.num_requests, _prompt_length(w), w.max_new_tokens)
         for w in sized
     }
 
 
-def determinism(arguments: argparse.Namespace) -> dict:
+def determinism(asked: Asked) -> dict:
     """Measure the cost of batch invariance, and what changes without it."""
-    model, size = _model(arguments), arguments.size
+    model, size = asked.gpt, asked.size
     batches = size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
     return {
         "cost": {
-            name: robustness.determinism_cost(model, size.of(WORKLOADS[name]))
+            name: robustness.determinism_cost(model, asked.workload(name))
             for name in each("determinism, cost", ("W0", "W1", "W2", "W3", "W6", "W7"))
         },
         "bits": {
             dtype: robustness.invariance(
-                get_model(arguments.model, arguments.device, dtype, arguments.load_format), batches
+                get_model(asked.model, asked.device, dtype, asked.load_format), batches
             )
             for dtype in each("determinism, bits", ("float16", "bfloat16", "float32"))
         },
     }
 
 
-def steps(arguments: argparse.Namespace, workload: str) -> dict:
+def steps(asked: Asked, workload: str) -> dict:
     """Time a decode step on every rung, at a workload's batch size and mid-run context."""
-    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    model, sized = asked.gpt, asked.workload(workload)
     rungs = runnable(model.device, model.config)
-    return step_records.ladder_steps(model, rungs, sized, **arguments.size.effort)
+    return step_records.ladder_steps(model, rungs, sized, **asked.size.effort)
 
 
-def ablations(arguments: argparse.Namespace, workload: str) -> dict:
+def modern_steps(asked: Asked, workload: str) -> dict:
+    """Time a decode step of a modern model on every rung that can run it."""
+    rungs, sized = runnable(asked.where, asked.arch), asked.workload(workload)
+    return step_records.ladder_steps(asked.gpt, rungs, sized, engines=1, seconds=0.2, turns=2)
+
+
+def ledgers(asked: Asked) -> Iterator[Record]:
+    """Account for a modern model's workloads on the best rung.
+
+    A failure is printed at once, and the others follow. Raises ``RoseError`` at the end if any failed.
+    """
+    failed: list[str] = []
+
+    def account(name: str) -> dict[str, Any] | None:
+        try:
+            return workload_ledger(asked.gpt, asked.best, asked.workload(name)).as_dict()
+        except Exception as error:  # kernel, profiler or memory errors need not affect the other ledgers
+            failed.append(name)
+            print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
+            return None
+
+    parts = {name: partial(account, name) for name in asked["workloads"]}
+    begun = asked.record("ledgers", model=asked.model, figures={})
+    for record, name, figures in in_parts(
+        asked.folder / "ledgers.json", begun, parts, order=list(MODEL_WORKLOADS).index
+    ):
+        if figures is not None:
+            yield record
+            ledger = Ledger.from_dict(figures)
+            print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
+    if failed:
+        raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
+
+
+def ablations(asked: Asked, workload: str) -> dict:
     """Time the variants between two rungs where one field changes several things."""
-    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    model, sized = asked.gpt, asked.workload(workload)
     return {
-        rung: step_records.ablation_steps(model, rung, sized, **arguments.size.effort)
+        rung: step_records.ablation_steps(model, rung, sized, **asked.size.effort)
         for rung in each(f"ablations-{workload}", step_records.ABLATED)
     }
 
 
-def leave_one_out(arguments: argparse.Namespace, workload: str) -> dict:
+def leave_one_out(asked: Asked, workload: str) -> dict:
     """Measure whole runs with each field of the best recipe alone reverted."""
-    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
-    seconds = arguments.size.effort["seconds"]
-    return step_records.leave_one_out(model, sized, seconds=seconds, best=_best_rung(arguments))
+    model, sized = asked.gpt, asked.workload(workload)
+    seconds = asked.size.effort["seconds"]
+    return step_records.leave_one_out(model, sized, seconds=seconds, best=asked.best)
 
 
-def _of_workloads(
-    experiment: Callable[..., dict], workloads: Iterable[str]
-) -> dict[str, Callable[[argparse.Namespace], dict]]:
-    return {f"{experiment.__name__}-{w}": partial(experiment, workload=w) for w in workloads}
+def _half(*names: str) -> Callable[[Size], int]:
+    """Return the positions of a ledger's or a stretch's steps at half of the requests' output."""
+    return lambda size: (
+        max(_longest(size, name) - _sized(size, name).max_new_tokens // 2 for name in names) + ROOM
+    )
 
 
-def measured(name: str, arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the model and size of an experiment for its record; {} for pure-Python bookkeeping."""
-    if name == "bookkeeping":
-        return {}
-    model = SHIPPED if name == "equality" else arguments.model
-    return {"model": model, "size": arguments.size.name}
+def _all(*names: str) -> Callable[[Size], int]:
+    """Return the positions of whole requests."""
+    return lambda size: max(_longest(size, name) for name in names)
 
 
-EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
-    "counts": counts,
-    "equality": equality,
-    "autotune": autotune,
-    "ceilings": ceilings,
-    "timelines": timelines,
-    "bookkeeping": bookkeeping,
-    "ledger": ledger,
-    "ledger_w6": ledger_w6,
-    "ledger_w8": ledger_w8,
-    "grid": grid,
-    "cold_start": cold_start,
-    "kv_pressure": kv_pressure,
-    "determinism": determinism,
-    **{f"lengths-{batch}": partial(lengths, batch=batch) for batch in BATCHES},
-    **_of_workloads(steps, STEP_WORKLOADS),
-    **_of_workloads(ablations, STEP_WORKLOADS),
-    **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),
-}
+def _sized(size: Size, name: str) -> Workload:
+    return size.of(ALL_WORKLOADS[name])
+
+
+def _longest(size: Size, name: str) -> int:
+    w = _sized(size, name)
+    return w.shared_prefix_tokens + (w.prompt_tokens or 1) + w.max_new_tokens
+
+
+def _unequal(size: Size) -> int:
+    return positions_for(min(MEAN, size.prompt // TIMES))
 
 
 def _by_rung(
@@ -250,15 +284,44 @@ def _by_rung(
     return {rung: experiment(model, [rung], *sizes)[rung] for rung in each(name, rungs)}
 
 
-def _best_rung(arguments: argparse.Namespace) -> str:
-    return get_rung(None, resolve_device(arguments.device))
-
-
 def _prompt_length(workload: Workload) -> int:
     if workload.prompt_tokens is None:
         raise RoseError(f"workload {workload.id} has prompts of text; name one of random token ids")
     return workload.prompt_tokens
 
 
-def _model(arguments: argparse.Namespace) -> Transformer:
-    return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
+MODERN: dict[str, Any] = {"model": MODERN_MODEL, "own_folder": True}
+EXPERIMENTS = [
+    table("counts", counts, positions=lambda size: 8 + min(32, size.new_tokens)),
+    Experiment("equality", equality, model=None),
+    table("autotune", autotune, needs_gpu=True, positions=lambda size: min(LONGEST_TUNED, size.prompt)),
+    table("ceilings", ceilings, needs_gpu=True),
+    table("timelines", timelines, positions=_half("W1")),
+    Experiment("bookkeeping", bookkeeping, model=None),
+    Experiment("kv_append", kv_append, model=None),
+    table("ledger", ledger, positions=_half(*STEP_WORKLOADS)),
+    table("ledger_w6", ledger_w6, positions=_half("W6")),
+    table("ledger_w8", ledger_w8, positions=_half("W8")),
+    table("grid", grid, positions=lambda size: max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM),
+    table("cold_start", cold_start),
+    table("kv_pressure", kv_pressure, positions=_all("W6", "W7")),
+    table("determinism", determinism, positions=_all(*WORKLOADS)),
+    *(
+        table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True, positions=_unequal)
+        for batch in BATCHES
+    ),
+    *(
+        table(f"{kind.__name__}-{name}", partial(kind, workload=name), positions=_half(name))
+        for kind in (steps, ablations)
+        for name in STEP_WORKLOADS
+    ),
+    *(
+        table(f"leave_one_out-{name}", partial(leave_one_out, workload=name), positions=_all(name))
+        for name in step_records.WHOLE_RUNS
+    ),
+    *(
+        table(f"steps-{name}", partial(modern_steps, workload=name), positions=_half(name), **MODERN)
+        for name in MODEL_WORKLOADS
+    ),
+    Experiment("ledgers", ledgers, {"workloads": ("D1", "D8", "D64", "L8K", "L32K", "PRE")}, **MODERN),
+]

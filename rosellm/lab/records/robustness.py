@@ -5,6 +5,7 @@ Measurements for notebooks and ``rosellm.lab.measure``; each returns a plain dic
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.bench import make_prompts
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -25,21 +27,21 @@ KEPT = ("total_throughput_tok_s", "decode_step_p50_s", "preemptions", "tokens_sh
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def in_turns(
+def whole_runs(
     engines: dict[str, Engine], prompts: list[list[int]], new_tokens: int, repeats: int
 ) -> dict[str, dict[str, Any]]:
     """Run whole workloads on each engine, alternating after a warm-up; return every repeat's figures."""
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    runs: dict[str, list[dict]] = {name: [] for name in engines}
-    for turn in range(repeats + 1):
-        for name, engine in engines.items():
-            result = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
-            if turn:
-                runs[name].append({key: result[key] for key in KEPT})
+
+    def run(engine: Engine) -> dict[str, Any]:
+        result = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
+        return {key: result[key] for key in KEPT}
+
+    runs = in_turns({name: partial(run, engine) for name, engine in engines.items()}, repeats)
     return {
         name: {
             "num_kv_blocks": engines[name].num_kv_blocks,
-            "tok_s": median(run["total_throughput_tok_s"] for run in own),
+            "tok_s": median(one["total_throughput_tok_s"] for one in own),
             "repeats": own,
         }
         for name, own in runs.items()
@@ -64,7 +66,7 @@ def kv_pressure(
         name: Engine(model, max_batch_size=n, num_kv_blocks=blocks, **options)
         for name, blocks in pools.items()
     }
-    runs = in_turns(engines, prompts, new_tokens, repeats)
+    runs = whole_runs(engines, prompts, new_tokens, repeats)
     return {
         "requests": n,
         "prompt_tokens": prompt_tokens,
@@ -85,7 +87,7 @@ def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -
         name: Engine(model, max_batch_size=batch, num_kv_blocks=blocks, deterministic=name == "invariant")
         for name in ("fast", "invariant")
     }
-    runs = in_turns(engines, prompts, workload.max_new_tokens, repeats)
+    runs = whole_runs(engines, prompts, workload.max_new_tokens, repeats)
     return {"cost": 1 - runs["invariant"]["tok_s"] / runs["fast"]["tok_s"], **runs}
 
 

@@ -8,37 +8,31 @@ batch sizes of the same commit.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import torch
-
-from rosellm.bench.record import check_writable, new_record, write_record
-from rosellm.bench.workloads import LOAD_FORMAT
-from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.earlier import kept_parts
+from rosellm.lab.records.earlier import in_parts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
-from rosellm.lab.records.step_time import free_memory, prompt_length, room, turn_us
+from rosellm.lab.records.step_time import prompt_length, room, turn_us
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.models.loading import LOAD_FORMATS, arch_of, load_parts, resolve_device, resolve_dtype
+from rosellm.models.loading import resolve_dtype
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.recipe import RECIPES, Recipe, get_rung
+from rosellm.roseinfer.recipe import RECIPES, Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.logprob_ring import SIZES
 
 NAME = "sampling_steps"
 SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # models to record
-BATCHES, MOST_ROWS = (1, 8, 64, 256), 4096
+BATCHES = 1, 8, 64, 256
 CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens per sequence, turns per mode, seconds per turn
 
 
@@ -96,14 +90,13 @@ def measure_modes(
     modes = modes_of(batch)
     heads = dict.fromkeys(mode.head for mode in modes.values())
     benches = {head: Bench(model, _recipe(rung, head), prompts, room()) for head in heads}
-    turns_us: dict[str, list[float]] = {name: [] for name in modes}
-    for turn in range(turns + 1):
-        for name, mode in modes.items():
-            bench = benches[mode.head]
-            bench.params = mode.params(batch, room())
-            us = turn_us(bench, seconds if turn else 0.0)
-            turns_us[name] += [round(us, 3)] if turn else []
-    return turns_us
+
+    def turn(mode: Mode) -> float:
+        bench = benches[mode.head]
+        bench.params = mode.params(batch, room())
+        return round(turn_us(bench, seconds), 3)
+
+    return in_turns({name: partial(turn, mode) for name, mode in modes.items()}, turns)
 
 
 def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
@@ -147,82 +140,34 @@ def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
     return {mode: median(turns) - greedy for mode, turns in turns_us.items() if mode != GREEDY}
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """Measure every batch size; write the record and print the result after each.
+def measure(asked: Asked) -> Iterator[Record]:
+    """Measure every batch size; print the result after each."""
+    rung = asked["rung"] or asked.best
+    facts = {"model": asked.model, "load_format": asked.load_format}
+    facts["dtype"] = str(resolve_dtype("auto", asked.where, asked.arch)).removeprefix("torch.")
+    modes = {name: asdict(mode) for name, mode in MODES.items()}
+    figures = {"rung": rung, "context": asked["context"], "batches": {}, "modes": modes}
 
-    Before loading the model, raises ``PromptError``, or ``RecordError`` if the record would lose others.
-    """
-    device, arch = resolve_device(arguments.device), arch_of(arguments.model, arguments.load_format)
-    _check_positions(arch, arguments.context)
-    rung = get_rung(arguments.rung, device)
-    folder = arguments.output / short_name(arguments.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = check_writable(folder / f"{NAME}.json")
-    record = partial(_record, arguments, rung, device, resolve_dtype("auto", device, arch))
-    batches = kept_parts(path, record({}), [str(batch) for batch in arguments.batches], "batches")
-    model, _ = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
-    for batch in arguments.batches:
-        turns_us = measure_modes(model, rung, batch, arguments.context, arguments.repeats)
-        batches[str(batch)] = {
-            name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()
-        }
-        write_record(path, record(batches))
-        print(_told(batch, turns_us), flush=True)
-        free_memory()
+    def batch_figures(batch: int) -> dict[str, Any]:
+        turns_us = measure_modes(asked.gpt, rung, batch, asked["context"], asked["repeats"])
+        return {name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()}
+
+    parts = {str(batch): partial(batch_figures, batch) for batch in asked["batches"]}
+    begun = asked.record(NAME, **facts, figures=figures)
+    for record, batch, found in in_parts(asked.folder / f"{NAME}.json", begun, parts, "batches", int):
+        yield record
+        us = {name: one["median_us"] for name, one in found.items()}
+        told = (f"{name} {number(own)} ({own / us[GREEDY]:.2f})" for name, own in us.items())
+        print(f"B={batch}, µs (of greedy): {' · '.join(told)}", flush=True)
 
 
-def _record(
-    arguments: argparse.Namespace,
-    rung: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    batches: dict[str, Any],
-) -> dict[str, Any]:
-    facts = {
-        "model": arguments.model,
-        "load_format": arguments.load_format,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    figures = {
-        "rung": rung,
-        "context": arguments.context,
-        "batches": {batch: batches[batch] for batch in sorted(batches, key=int)},
-        "modes": {name: asdict(mode) for name, mode in MODES.items()},
-    }
-    return new_record(NAME, device, **facts, figures=figures)
-
-
-def _check_positions(arch: Arch, context: int) -> None:
-    needed, there = prompt_length(context) + room(), arch.n_positions
+def _refuse(asked: Asked) -> None:
+    needed, there = prompt_length(asked["context"]) + room(), asked.arch.n_positions
     if needed > there:
-        raise PromptError(f"a context of {context} tokens needs {needed} positions; the model has {there}")
+        raise PromptError(
+            f"a context of {asked['context']} tokens needs {needed} positions; the model has {there}"
+        )
 
 
-def _told(batch: int, turns_us: Mapping[str, list[float]]) -> str:
-    greedy = median(turns_us[GREEDY])
-    told = (f"{name} {number(us := median(own))} ({us / greedy:.2f})" for name, own in turns_us.items())
-    return f"B={batch}, µs (of greedy): {' · '.join(told)}"
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="gpt2", help="hub id, local folder or shipped model")
-    add("--load-format", choices=LOAD_FORMATS, default=LOAD_FORMAT, help="dummy: random weights")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--rung", choices=tuple(RECIPES), metavar="NAME", help="default: the device's best")
-    add("--batches", type=whole_numbers(MOST_ROWS), default=BATCHES, metavar="B,B", help="batch sizes")
-    add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens per sequence")
-    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns per mode")
-    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
-    return parser
-
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Measure and record."""
-    measure(_parser().parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+DEFAULTS = {"batches": BATCHES, "context": CONTEXT, "rung": None, "repeats": TURNS}
+EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, own_folder=True, refuse=_refuse)]

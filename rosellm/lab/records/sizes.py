@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.lab.records import lengths, step_records
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records.records import FULL_SIZE
-from rosellm.lab.records.step_records import STEP_WORKLOADS
-
-LEDGER_WORKLOADS = STEP_WORKLOADS
-GRID_CONTEXTS = (64, 256, 512, 1000)
-LONGEST_TUNED = 960
-LEDGER_ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
 
 
 @dataclass(frozen=True)
@@ -70,26 +63,3 @@ MANY = 1 << 20
 WHOLE = Size(MANY, MANY, MANY, MANY, FULL_SIZE)
 SMALL = Size(rows=4, requests=6, new_tokens=8, prompt=96, name="small")
 SIZES = {size.name: size for size in (WHOLE, SMALL)}
-
-
-def positions_needed(size: Size) -> dict[str, int]:
-    """Return experiment → the longest sequence length; experiments on the shipped model are omitted."""
-    sized = {name: size.of(workload) for name, workload in WORKLOADS.items()}
-    prompts = {name: w.shared_prefix_tokens + (w.prompt_tokens or 1) for name, w in sized.items()}
-    whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}
-    half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
-    unequal = lengths.positions_for(min(lengths.MEAN, size.prompt // lengths.TIMES))
-    return {
-        "counts": 8 + min(32, size.new_tokens),
-        "autotune": min(LONGEST_TUNED, size.prompt),
-        "ledger": max(half[name] for name in LEDGER_WORKLOADS),
-        "ledger_w6": half["W6"],
-        "ledger_w8": half["W8"],
-        "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
-        "timelines": half["W1"],
-        "kv_pressure": max(whole["W6"], whole["W7"]),
-        "determinism": max(whole.values()),
-        **{f"lengths-{batch}": unequal for batch in lengths.BATCHES},
-        **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
-        **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
-    }

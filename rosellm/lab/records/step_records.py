@@ -9,8 +9,9 @@ from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
-from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.step_time import StepTimes, free_memory, measure_steps, prompt_length, room
+from rosellm.lab.records.bench import Bench, free_memory, make_prompts
+from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -64,11 +65,8 @@ def leave_one_out(
             engines[field] = Engine(model, recipe=recipe, **sizes)
     prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
-    tok_s: dict[str, list[float]] = {field: [] for field in engines}
-    for turn in range(repeats + 1):
-        for field, engine in engines.items():
-            speed = _whole_runs(Job(engine, prompts, params), seconds if turn else 0.0)
-            tok_s[field] += [speed] if turn else []
+    jobs = {field: Job(engine, prompts, params) for field, engine in engines.items()}
+    tok_s = in_turns({field: partial(_whole_runs, job, seconds) for field, job in jobs.items()}, repeats)
     return {"best": best, "tok_s": tok_s, "refused": refused}
 
 

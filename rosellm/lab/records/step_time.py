@@ -9,16 +9,15 @@ in memory affects its step.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
-import torch
-
-from rosellm.lab.records.bench import Bench
+from rosellm.lab.records.bench import Bench, free_memory
 from rosellm.lab.records.ledger import drive
 from rosellm.lab.records.records import RecordError, Results
+from rosellm.lab.records.turns import in_turns
 
 STRETCH = 32  # steps
 TURNS = 5  # for each engine
@@ -93,13 +92,10 @@ def measure_steps(
         benches = {name: make() for name, make in makers.items()}
         for bench in benches.values():
             _stretch(bench)
-        own: dict[str, list[float]] = {name: [] for name in makers}
-        for _ in range(turns):
-            for name, bench in benches.items():
-                own[name].append(turn_us(bench, seconds / engines / turns))
-        for name, means in own.items():
+        sides = {name: partial(turn_us, bench, seconds / engines / turns) for name, bench in benches.items()}
+        for name, means in in_turns(sides, turns, warm_up=False).items():
             found[name].append(tuple(means))
-        del benches, bench
+        del benches, bench, sides
         free_memory()
     return {name: StepTimes(tuple(one)) for name, one in found.items()}
 
@@ -120,10 +116,3 @@ def _stretch(bench: Bench) -> float:
     bench.restart()
     ends = drive(bench, STRETCH + 1)
     return ends[-1] - ends[0]
-
-
-def free_memory() -> None:
-    """Free the memory of unreferenced engines for the next ones."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rosellm.bench.record import across_repeats
 
-Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
+Key = TypeVar("Key")
+T = TypeVar("T")
 
 
-def in_turns(runs: Runs, repeats: int) -> dict[str, dict[str, Any]]:
+def in_turns(sides: Mapping[Key, Callable[[], T]], turns: int, warm_up: bool = True) -> dict[Key, list[T]]:
+    """Return what each side's function returned in each turn, after an unmeasured turn."""
+    found: dict[Key, list[T]] = {side: [] for side in sides}
+    for turn in range(turns + warm_up):
+        for side, run in sides.items():
+            figures = run()
+            if turn >= warm_up:
+                found[side].append(figures)
+    return found
+
+
+def runs_in_turns(
+    sides: Mapping[str, Callable[[], dict[str, Any]]], repeats: int
+) -> dict[str, dict[str, Any]]:
     """Return each side's raw figures with medians and means, after one unmeasured run."""
-    for run in runs.values():
-        run()
-    raw: dict[str, list[dict[str, Any]]] = {side: [] for side in runs}
-    for _ in range(repeats):
-        for side, run in runs.items():
-            raw[side].append(run())
-    return {side: {"repeat_runs": repeats, **across_repeats(found)} for side, found in raw.items()}
+    found = in_turns(sides, repeats)
+    return {side: {"repeat_runs": repeats, **across_repeats(own)} for side, own in found.items()}

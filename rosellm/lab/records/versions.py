@@ -3,8 +3,7 @@
 Each side is a process with the package of its commit, its own best rung or the given one, and an engine for
 the current workload; samples of a second or more of whole runs alternate. Both must generate equally many
 tokens; the output says whether they are the same tokens, which may differ in 16 bits with the order of
-summation. The record, rewritten after each workload, is DIR/versions.json, in DIR/MODEL if the model is not
-W1's own; it keeps other workloads of the same two commits.
+summation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,25 +21,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, cast
 
-import torch
-
 import rosellm
 from rosellm import errors
-from rosellm.bench.record import check_writable, new_record, write_record
-from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
-from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.environment import CHECKOUT
-from rosellm.errors import RoseError
+from rosellm.errors import OptionError, RoseError
 from rosellm.lab.records import version_side
-from rosellm.lab.records.earlier import kept_parts
-from rosellm.lab.records.measured_model import add_model_options, folder_of, settle, workloads_named
-from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.earlier import in_parts
+from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import percent_change
-from rosellm.lab.records.turns import in_turns
+from rosellm.lab.records.turns import runs_in_turns
 
 NAME = "versions"
 OLD, NEW = "old", "new"
-MEASURED = "W0,W1,W2,W3,W4,W5,W6,W7"
+MEASURED = ("W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7")
 SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
 
 
@@ -113,67 +106,44 @@ def _git(*arguments: str) -> bytes:
     return done.stdout
 
 
-def measure(arguments: Namespace) -> None:
-    """Sample each workload; rewrite the record and print the result after each.
-
-    Raises ``RecordError``, before measuring, if the record would lose other workloads.
-    """
-    arguments.old = full_hash(arguments.old)
-    path = check_writable(folder_of(arguments.output, arguments.model, WORKLOADS["W1"]) / f"{NAME}.json")
-    figures = kept_parts(path, _record(arguments, {}), [workload.id for workload in arguments.workloads])
+def measure(asked: Asked) -> Iterator[Record]:
+    """Sample each workload on both sides; print the result after each."""
+    facts = {"model": asked.model, "load_format": asked.load_format, "size": asked.size.name}
+    begun = asked.record(NAME, **facts, rung=asked["rung"], old_commit=full_hash(asked["old"]), figures={})
     with ExitStack() as stack:
-        folders = {
-            OLD: stack.enter_context(package_of(arguments.old)),
-            NEW: Path(rosellm.__file__).parents[1],
-        }
-        sides = {name: Side(name, folder) for name, folder in folders.items()}
+        old = stack.enter_context(package_of(begun["old_commit"]))
+        sides = {OLD: Side(OLD, old), NEW: Side(NEW, Path(rosellm.__file__).parents[1])}
         for side in sides.values():
             stack.callback(side.close)
-        for workload in arguments.workloads:
-            figures[workload.id] = measure_workload(arguments, sides, workload)
-            write_record(path, _record(arguments, figures))
-            print(told(workload.id, figures[workload.id]), flush=True)
+        parts = {name: partial(measure_workload, asked, sides, name) for name in asked["workloads"]}
+        path, order = asked.folder / f"{NAME}.json", list(ALL_WORKLOADS).index
+        for record, name, figures in in_parts(path, begun, parts, order=order):
+            yield record
+            print(told(name, figures), flush=True)
 
 
-def measure_workload(
-    arguments: Namespace, sides: Mapping[str, Side], workload: Workload
-) -> dict[str, dict[str, Any]]:
+def measure_workload(asked: Asked, sides: Mapping[str, Side], workload: str) -> dict[str, dict[str, Any]]:
     """Return side → its engine and samples.
 
     Raises RoseError if the sides' KV caches or their numbers of generated tokens differ.
     """
-    options = _options(arguments, workload)
-    engines = {name: side.prepare(workload.form, options) for name, side in sides.items()}
+    rung = ("--rung", asked["rung"]) if asked["rung"] else ("--paged-attn", "--cuda-graph")
+    form, options = ALL_WORKLOADS[workload].form, asked.benchmark_options(workload, *rung)
+    engines = {name: side.prepare(form, options) for name, side in sides.items()}
     _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
-    seconds = SAMPLE_S if arguments.device == "cuda" else 0.0
-    found = in_turns({name: partial(side.sample, seconds) for name, side in sides.items()}, arguments.repeats)
+    seconds = SAMPLE_S if asked.device == "cuda" else 0.0
+    samples = {name: partial(side.sample, seconds) for name, side in sides.items()}
+    found = runs_in_turns(samples, asked["repeats"])
     if len(all_of("completion_tokens", found)) > 1:
-        raise RoseError(f"{workload.id}: the runs make different numbers of tokens")
+        raise RoseError(f"{workload}: the runs make different numbers of tokens")
     return {name: {**engines[name], **figures} for name, figures in found.items()}
 
 
-def _check_caches(workload: Workload, blocks: Mapping[str, int]) -> None:
+def _check_caches(workload: str, blocks: Mapping[str, int]) -> None:
     """Raise RoseError unless both engines, which share memory, have equally many KV blocks."""
     if len(set(blocks.values())) > 1:
         counts = ", ".join(f"{name} {n:,}" for name, n in blocks.items())
-        raise RoseError(f"{workload.id}: memory has no room for two such KV caches: blocks {counts}")
-
-
-def _options(arguments: Namespace, workload: Workload) -> list[str]:
-    given = arguments.size.options(workload) | {
-        "--hf-model-id": model_path(arguments.model),
-        "--load-format": arguments.load_format,
-        "--device": arguments.device,
-    }
-    rung = ["--rung", arguments.rung] if arguments.rung else ["--paged-attn", "--cuda-graph"]
-    return [str(text) for pair in given.items() for text in pair] + rung
-
-
-def _record(arguments: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
-    facts = {"model": arguments.model, "load_format": arguments.load_format, "size": arguments.size.name}
-    facts |= {"rung": arguments.rung, "old_commit": arguments.old}
-    ordered = {name: figures[name] for name in ALL_WORKLOADS if name in figures}
-    return new_record(NAME, torch.device(arguments.device), **facts, figures=ordered)
+        raise RoseError(f"{workload}: memory has no room for two such KV caches: blocks {counts}")
 
 
 def all_of(name: str, figures: Mapping[str, Mapping[str, Any]]) -> set[Any]:
@@ -188,25 +158,13 @@ def told(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{name}, tok/s: {OLD} {old:,.0f}, {NEW} {new:,.0f} ({percent_change(old, new)}), {tokens}"
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
-    add_model_options(parser)
-    add = parser.add_argument
-    add("--old", required=True, metavar="COMMIT", help="commit of this checkout to compare with")
-    add("--rung", help="rung of both sides; default: each side's best for the device")
-    add("--workloads", default=MEASURED, metavar="ID,ID", help=f"default: {MEASURED}")
-    add("--repeats", type=whole_number(1), default=5, metavar="N", help="measured samples per side")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
-    return parser
+def _refuse(asked: Asked) -> None:
+    if not asked["workloads"]:
+        raise OptionError(f"--workloads names none; use {', '.join(ALL_WORKLOADS)}")
+    if asked["old"] is None:
+        raise OptionError("versions needs --old, a commit of this checkout to compare with")
+    full_hash(asked["old"])
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Check the names, then measure."""
-    arguments = settle(_parser().parse_args(argv), WORKLOADS["W1"])
-    arguments.workloads = workloads_named(arguments.workloads, ALL_WORKLOADS)
-    measure(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+DEFAULTS = {"old": None, "rung": None, "workloads": MEASURED, "repeats": 5}
+EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, refuse=_refuse)]

@@ -1,0 +1,162 @@
+"""An experiment: its name, its options with their defaults, and the function that measures its record."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.workloads import ALL_WORKLOADS, LOAD_FORMAT, Workload
+from rosellm.errors import PromptError, RoseError
+from rosellm.lab.records.bench import free_memory, get_parts
+from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.records import FULL_SIZE
+from rosellm.lab.records.sizes import SIZES, Size
+from rosellm.models.arch import Arch
+from rosellm.models.checkpoint import SHIPPED, SHIPPED_MODELS
+from rosellm.models.loading import AnyTokenizer, arch_of, resolve_device
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.recipe import best_rung
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model, device, size, folder and options of one measurement."""
+
+    model: str
+    load_format: str
+    device: str
+    size: Size
+    folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def arch(self) -> Arch:
+        return arch_of(model_path(self.model), self.load_format)
+
+    @property
+    def gpt(self) -> Transformer:
+        """The model, loaded at first use."""
+        return self._parts[0]
+
+    @property
+    def tokenizer(self) -> AnyTokenizer:
+        return self._parts[1]
+
+    @property
+    def best(self) -> str:
+        """The device's best rung."""
+        return best_rung(self.where)
+
+    @property
+    def _parts(self) -> tuple[Transformer, AnyTokenizer]:
+        return get_parts(self.model, self.device, "auto", self.load_format)
+
+    def workload(self, name: str) -> Workload:
+        """Return a workload, capped to the size."""
+        return self.size.of(ALL_WORKLOADS[name])
+
+    def benchmark_options(self, workload: str, *more: object) -> list[str]:
+        """Return a benchmark command's options for a workload, capped to the size, and ``more``."""
+        given = self.size.options(ALL_WORKLOADS[workload]) | {
+            "--hf-model-id": model_path(self.model),
+            "--load-format": self.load_format,
+            "--device": self.device,
+        }
+        return [str(text) for text in (*(text for pair in given.items() for text in pair), *more)]
+
+    def record(self, kind: str, **facts: Any) -> Record:
+        """Return a record of ``kind`` with its facts and this environment."""
+        return new_record(kind, self.where, **facts)
+
+
+def no_refusal(_asked: Asked) -> None:
+    """Accept all options."""
+
+
+def no_positions(_size: Size) -> int:
+    """Need no positions of the model."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A measurement that makes the record ``NAME.json``.
+
+    records: yields the record so far after each part that it measures; the last one is complete. options:
+    names of command-line options and their defaults. model: what is measured at full size by default; None if
+    no model can be chosen. own_folder: whether even this model's record is in a folder of the model's name.
+    positions: how many the model needs at a size. refuse: raises ``RoseError`` for options that cannot be
+    measured, before anything is loaded.
+    """
+
+    name: str
+    records: Callable[[Asked], Iterator[Record]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = "gpt2"
+    own_folder: bool = False
+    needs_gpu: bool = False
+    positions: Callable[[Size], int] = no_positions
+    refuse: Callable[[Asked], None] = no_refusal
+
+    @property
+    def label(self) -> str:
+        """The name without the workload, rung or batch size after a hyphen: ``steps-…``."""
+        kind, hyphen, _ = self.name.partition("-")
+        return f"{kind}-…" if hyphen else kind
+
+    def asked(self, given: Namespace) -> Asked:
+        """Return the given options, with defaults for the others."""
+        device = resolve_device(given.device).type
+        size = SIZES[given.size or ("full" if device == "cuda" else "small")]
+        model = SHIPPED if self.model is None else given.model or (self.model if _is_full(size) else SHIPPED)
+        load_format = given.load_format or ("auto" if model in SHIPPED_MODELS else LOAD_FORMAT)
+        of_folder = model if self.own_folder or self.model not in (None, model) else None
+        folder = given.output if of_folder is None else given.output / short_name(of_folder)
+        options = {name: getattr(given, name, default) for name, default in self.options.items()}
+        return Asked(model, load_format, device, size, folder, options)
+
+    def check(self, asked: Asked) -> None:
+        """Raise ``RoseError`` if this cannot be measured."""
+        if self.needs_gpu and asked.device == "cpu":
+            raise RoseError(f"{self.name} needs a GPU")
+        if (needed := self.positions(asked.size)) > (there := asked.arch.n_positions):
+            raise PromptError(f"{self.name} needs {needed} positions; the model has {there}")
+        self.refuse(asked)
+
+    def run(self, asked: Asked) -> None:
+        """Measure, and write the record after each part."""
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        path = check_writable(asked.folder / f"{self.name}.json")
+        for record in self.records(asked):
+            write_record(path, record)
+        free_memory()
+
+
+def table(name: str, figures: Callable[[Asked], dict[str, Any]], **options: Any) -> Experiment:
+    """Return an experiment whose record holds a model, a size and ``figures(asked)``."""
+    return Experiment(name, partial(_whole, name, figures), **options)
+
+
+def _whole(name: str, figures: Callable[[Asked], dict[str, Any]], asked: Asked) -> Iterator[Record]:
+    yield asked.record(name, model=asked.model, size=asked.size.name, figures=figures(asked))
+
+
+def _is_full(size: Size) -> bool:
+    return size.name == FULL_SIZE

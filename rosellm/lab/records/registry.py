@@ -1,0 +1,91 @@
+"""All experiments by name, and the jobs that a command asks for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rosellm.bench.workloads import WORKLOADS
+from rosellm.errors import RoseError
+from rosellm.lab.records import (
+    all_reduce,
+    arrivals,
+    first_request,
+    llama_1b_protocol,
+    one_pass,
+    prompt_attention,
+    recordings,
+    runs,
+    sampling_steps,
+    two_gpus,
+    versions,
+)
+from rosellm.lab.records.experiment import Asked
+from rosellm.lab.records.rungs import runnable
+
+ROOMS = (
+    runs,
+    recordings,
+    sampling_steps,
+    prompt_attention,
+    arrivals,
+    one_pass,
+    first_request,
+    llama_1b_protocol,
+    versions,
+    all_reduce,
+    two_gpus,
+)
+EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
+LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
+DEFAULT = [f"W{i}" for i in range(6)] + [one.name for one in recordings.EXPERIMENTS if not one.own_folder]
+
+
+class Job(NamedTuple):
+    """An experiment, by its name, and what it is to measure."""
+
+    name: str
+    asked: Asked
+
+    def run(self) -> None:
+        """Measure and write the record."""
+        EXPERIMENTS[self.name].run(self.asked)
+
+    @property
+    def path(self) -> Path:
+        return self.asked.folder / f"{self.name}.json"
+
+    def in_folder(self, folder: Path) -> Job:
+        """Return the same job with another folder."""
+        return self._replace(asked=replace(self.asked, folder=folder))
+
+
+def plan(given: Namespace) -> list[Job]:
+    """Return a job for each experiment that the command names; for a workload of GPT-2, one a rung.
+
+    Without names: all of ``DEFAULT`` that this machine can run. Raises ``RoseError`` for anything unknown, an
+    option that no experiment takes, and whatever cannot run here.
+    """
+    known = [*WORKLOADS, *EXPERIMENTS]
+    if unknown := [name for name in given.names if name not in known]:
+        raise RoseError(f"experiment {unknown[0]!r} is unknown; use {', '.join(LABELS)}")
+    jobs = [job for name in given.names or DEFAULT for job in _jobs(name, given)]
+    if not given.names:
+        jobs = [job for job in jobs if job.asked.device == "cuda" or not EXPERIMENTS[job.name].needs_gpu]
+    taken = {option for job in jobs for option in job.asked.options}
+    if unused := [option for option in given.options if option not in taken]:
+        raise RoseError(
+            f"{', '.join(given.names) or 'no experiment'} takes no --{unused[0].replace('_', '-')}"
+        )
+    for job in jobs:
+        EXPERIMENTS[job.name].check(job.asked)
+    return jobs
+
+
+def _jobs(name: str, given: Namespace) -> list[Job]:
+    if name in EXPERIMENTS:
+        return [Job(name, EXPERIMENTS[name].asked(given))]
+    asked = EXPERIMENTS[f"{name}-dense"].asked(given)
+    return [Job(f"{name}-{rung}", asked) for rung in runnable(asked.where, asked.arch)]
