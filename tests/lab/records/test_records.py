@@ -10,7 +10,6 @@ from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import records
 from rosellm.lab.records.records import (
     RecordError,
-    ceilings,
     find,
     floor_tok_s,
     floor_us,
@@ -24,16 +23,10 @@ DEVICE = "nvidia-h200"
 
 
 def write(folder: Path, name: str, time: str, record: dict) -> None:
-    env = {
-        "device_name": "NVIDIA H200",
-        "driver": "580.1",
-        "torch": "2.11.0",
-        "triton": None,
-        "time_utc": time,
-    }
+    env = {"device_name": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "triton": None}
     path = folder / DEVICE / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record | {"environment": env}))
+    path.write_text(json.dumps(record | {"environment": env | {"time_utc": time}}))
 
 
 def measured(mode: str, *tok_s: float) -> dict:
@@ -53,19 +46,14 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_value_is_the_median_over_the_repeats_under_its_long_or_short_name(folder):
+def test_a_value_is_the_median_over_the_repeats_and_rungs_come_in_the_ladders_order(folder):
     results = find(DEVICE, folder)
     assert results.value("W3", "paged") == 20
     assert results.value("W3", "paged", "decode_tok_s") == 40
     assert results.value("W3", "paged", "ttft_p50_s") == 0.1
     assert results.repeats("W3", "paged", "total_tok_s") == [30, 10, 20]
     assert results.value("W4", "dense") == 7
-
-
-def test_rungs_come_in_the_ladders_order_and_then_others(folder):
-    results = find(DEVICE, folder)
-    assert results.rungs("W3") == ["dense", "paged", "custom"]
-    assert results.values("W3") == {"dense": 5, "paged": 20, "custom": 1}
+    assert list(results.values("W3").items()) == [("dense", 5), ("paged", 20), ("custom", 1)]
     assert results.rungs("W7") == []
 
 
@@ -114,22 +102,10 @@ def test_results_are_found_in_the_working_folder_where_the_package_is_elsewhere(
     assert records.results_folder() == Path("results")
 
 
-def test_rivals_are_listed_by_workload_and_say_what_they_count():
+def test_rivals_are_listed_by_workload():
     assert rivals("W3")["vLLM 0.22.1"]["W3"] == 65533
     assert set(rivals("W0")) == {"vLLM 0.22.1"}
     assert all(set(values) <= set(WORKLOADS) for values in rivals().values())
-    assert ceilings()["device_copy_TB_s"] == 4.26
-
-
-@pytest.mark.parametrize(
-    "workload, us", [("W0", 60), ("W1", 69), ("W2", 200), ("W3", 133), ("W4", 131), ("W5", 65), ("W6", 2300)]
-)
-def test_the_floors_are_those_of_the_specification_at_the_speed_of_reading(workload, us):
-    """Which took a copy's speed, 4.26 TB/s."""
-    figures = find().load("ceilings")["figures"]
-    at_copy_speed = floor_us(find(), workload) * max(figures["read_TB_s"]) / 4.26
-    assert at_copy_speed == pytest.approx(us, rel=0.04)
-    assert min(figures["read_TB_s"]) > max(figures["copy_TB_s"])
 
 
 def test_a_floor_is_weights_and_cached_tokens_over_bandwidth():
