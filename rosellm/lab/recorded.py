@@ -103,8 +103,8 @@ class RecordedPair:
         self.print_table([*headers, "by whole runs"], self.predicted, figures)
         print("single engines: the least and the most that an engine of each shows")
         workload = next(iter(self.predicted))
-        records = f"steps-{workload}", f"{workload}-{self.after}"
-        steps, runs = (self.results.environment_line(name)[-10:] for name in records)
+        dated = self.results.environment_line
+        steps, runs = (dated(name)[-10:] for name in (f"steps-{workload}", f"{workload}-{self.after}"))
         if steps != runs:
             print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
 
@@ -132,8 +132,8 @@ class RecordedPair:
 
     def whole_run_us(self, workload: str, results: Results | None = None) -> tuple[float, float]:
         """Return µs per decode step implied by whole runs of both rungs: batch over tokens per second."""
-        batch, found = WORKLOADS[workload].max_batch_size, results or self.results
-        before, after = (batch / found.value(workload, rung) * 1e6 for rung in (self.before, self.after))
+        rows, found = WORKLOADS[workload].max_batch_size, results or self.results
+        before, after = (rows / found.value(workload, rung) * 1e6 for rung in (self.before, self.after))
         return before, after
 
     def print_table(
@@ -182,8 +182,6 @@ class RecordedPair:
             usable = {n: two for n, two in ledgers.items() if not any(one.is_disturbed for one in two)}
             if not usable:
                 say("The profiler disturbed every recorded ledger of these two rungs: no waterfall is drawn.")
-            elif len(usable) == 1:
-                _draw_waterfall(usable, *usable)
             else:
                 shown = first if first in usable else max(usable)
                 batches = Control("batch, sequences", list(usable), first=shown)

@@ -83,13 +83,8 @@ class Rung(RecordedPair):
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
         display(Picture(path.read_text(encoding="utf-8").rstrip()))
 
-    def source(self, *objects: Any, only: tuple[str, ...] = ()) -> None:
-        """Display the package's source of functions, kernels, or the members ``only`` of classes."""
-        show_source(*objects, only=only)
-
-    def sources(self, before: Any, after: Any) -> None:
-        """Display a comparison of two sources."""
-        show_pair(before, after)
+    source = staticmethod(show_source)
+    sources = staticmethod(show_pair)
 
     def bench(self, batch: int, prompt_length: int, new_tokens: int, **options: Any) -> Bench:
         """Return prefilled sequences of this rung, ready to decode; options: see ``Bench``."""
@@ -108,8 +103,14 @@ class Rung(RecordedPair):
         self.runs = compare(self.gpt, self.before, self.after, self.prompts, self.new_tokens)
         if self.gpt.device.type == "cuda":
             show(pair.live_chart(*self.runs, f"One decode step of {self.batch} sequences here"))
-        else:
-            show_table(["per step", self.before, self.after], _counted(*self.runs))
+            return
+        old, new = (run.trace for run in self.runs)
+        rows = [
+            ["operators", old.kernels, new.kernels],
+            ["tensors allocated", old.allocations, new.allocations],
+            ["kB allocated", old.allocated_bytes // 1000, new.allocated_bytes // 1000],
+        ]
+        show_table(["per step", self.before, self.after], rows)
 
     def tokens_equal(self) -> None:
         """Print whether both rungs generate the same few tokens here, in fp32. Raises ClaimError if not."""
@@ -159,16 +160,14 @@ def open_rung(
     gpt = get_model(model, device, dtype, load_format)
     check_parameters(gpt, batch=batch, prompt_lengths=lengths, new_tokens=new_tokens)
     check_least_new(least_new_tokens, new_tokens)
-    exact = partial(get_model, model, device, "float32", load_format)
-    before = get_rung(before or BEFORE[after])
     results, *others = find_machines(record)
     return Rung(
-        before=before,
+        before=get_rung(before or BEFORE[after]),
         after=after,
         results=results,
         others=tuple(others),
         gpt=gpt,
-        exact=exact,
+        exact=partial(get_model, model, device, "float32", load_format),
         prompt_lengths=lengths,
         batch=batch,
         new_tokens=new_tokens,
@@ -235,14 +234,3 @@ def _shortly(value: Any, most: int = 60) -> str:
 def _unwritten() -> None:
     """What a function with only a docstring and ``...`` compiles to."""
     ...
-
-
-def _counted(old: Run, new: Run) -> list[list[Any]]:
-    """Count what a step asked of the machine; CPU times would say nothing about a GPU."""
-    work = "GPU kernels" if old.trace.on_gpu else "operators"
-    kinds: list[tuple[str, Callable[[Run], int]]] = [
-        (work, lambda run: run.trace.kernels),
-        ("tensors allocated", lambda run: run.trace.allocations),
-        ("kB allocated", lambda run: run.trace.allocated_bytes // 1000),
-    ]
-    return [[name, count(old), count(new)] for name, count in kinds]

@@ -41,12 +41,11 @@ def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> t
             us[_name(entry.code)] += entry.inlinetime / steps * 1e6
             calls[_name(entry.code)] += entry.callcount / steps
     every = [
-        HostFunction(name, spent, calls[name]) for name, spent in sorted(us.items(), key=lambda one: -one[1])
+        HostFunction(name, us[name], calls[name]) for name in sorted(us, key=us.__getitem__, reverse=True)
     ]
-    rest = every[most:]
-    if rest:
-        told = f"{len(rest)} other functions"
-        every[most:] = [HostFunction(told, sum(f.us for f in rest), sum(f.calls for f in rest))]
+    if rest := every[most:]:
+        others = sum(f.us for f in rest), sum(f.calls for f in rest)
+        every[most:] = [HostFunction(f"{len(rest)} other functions", *others)]
     return tuple(every)
 
 

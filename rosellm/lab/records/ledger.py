@@ -117,16 +117,23 @@ class Ledger:
 
     def _repr_markdown_(self) -> str:
         """Return Markdown: the rows, their sum, and how reliable they are."""
-        lines = ["| cause | µs | share | launches |", "|:--|--:|--:|--:|"]
-        lines += [
-            f"| {row.cause} | {number(row.us)} | {_percent(row.share)} | {row.launches:.3g} |"
+        heads = ["cause", "µs", "share", "launches", "floor, µs"]
+        rows = [
+            [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
             for row in self.rows
         ]
-        lines.append(f"| **the step** | **{number(self.step_us)}** | {_percent(1)} | |")
-        if self.floor_us is not None:
-            us = [number(row.floor_us) for row in self.rows]
-            column = [" floor, µs |", "--:|", *(f" {one} |" for one in us), f" **{number(self.floor_us)}** |"]
-            lines = [line + cell for line, cell in zip(lines, column, strict=True)]
+        total = [
+            "**the step**",
+            f"**{number(self.step_us)}**",
+            _percent(1),
+            "",
+            f"**{number(self.floor_us)}**",
+        ]
+        n = len(heads) - (self.floor_us is None)
+        lines = [
+            "|" + "".join(f" {cell} |" if cell else " |" for cell in row[:n]) for row in [heads, *rows, total]
+        ]
+        lines.insert(1, "|:--|" + (n - 1) * "--:|")
         return "\n".join([*lines, "", self.cross_check])
 
     def __repr__(self) -> str:
@@ -135,10 +142,9 @@ class Ledger:
 
     def us_by_cause(self) -> dict[str, float]:
         """Return µs by cause; host and copies are each one entry."""
-        together = {"host": "host", "copies": "copies"}
         us: dict[str, float] = defaultdict(float)
         for row in self.rows:
-            us[together.get(row.kind, row.cause)] += row.us
+            us[row.kind if row.kind in ("host", "copies") else row.cause] += row.us
         return dict(us)
 
 
@@ -217,11 +223,8 @@ def of_unprofiled(rows: Sequence[Row], step_us: float, on_gpu: bool) -> tuple[Ro
         working = min(1.0, step_us / busy)
         waiting = (step_us - working * busy) / idle
 
-    def scaled(row: Row) -> Row:
-        us = row.us * (working if row.kind in WORKING else waiting)
-        return replace(row, us=us, share=us / step_us)
-
-    return tuple(scaled(row) for row in rows)
+    us = (row.us * (working if row.kind in WORKING else waiting) for row in rows)
+    return tuple(replace(row, us=new, share=new / step_us) for row, new in zip(rows, us, strict=True))
 
 
 def _check(bench: Bench, steps: int) -> None:

@@ -201,10 +201,12 @@ def _differences(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:
     """Describe how model and size differ from those of another record; no model agrees with any."""
     found, (model, other) = [], (one["model"] for one in (facts, others))
     if model != other and None not in (model, other):
-        named = isinstance(model, str) and isinstance(other, str)
-        found.append("another model" + (f" ({model}, not {other})" if named else ""))
+        is_named = isinstance(model, str) and isinstance(other, str)
+        found.append(f"another model ({model}, not {other})" if is_named else "another model")
     size, usual = (one["size"] or FULL_SIZE for one in (facts, others))
-    return found + ([f"another size ({size}, not {usual})"] if size != usual else [])
+    if size != usual:
+        found.append(f"another size ({size}, not {usual})")
+    return found
 
 
 def _facts(path: Path) -> dict[str, Any]:
