@@ -163,7 +163,8 @@ def record_trace(run: Callable[[], object]) -> Trace:
 def read_trace(path: Path) -> Trace:
     """Return the events of a Chrome trace written by torch.profiler."""
     raw = [e for e in json.loads(path.read_text())["traceEvents"] if "ts" in e]
-    launches = {e["args"].get("correlation"): e["ts"] for e in raw if e.get("cat") in RUNTIME and "args" in e}
+    runtime = [e for e in raw if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})]
+    launches = {e["args"]["correlation"]: e["ts"] for e in runtime}
     events = filter(None, (_event(e, launches) for e in raw))
     return Trace(_outermost_ops(events))
 
