@@ -15,7 +15,6 @@ import torch.profiler  # noqa: F401
 import torch.utils._device  # noqa: F401
 import transformers  # noqa: F401
 from ipykernel import kernelapp, zmqshell  # noqa: F401
-from ipywidgets import interact  # noqa: F401
 from plotly.graph_objects import Bar, Figure, Heatmap, Scatter, Waterfall  # noqa: F401
 
 from tests import quick_interpreter

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
-from rosellm.lab.figures.models import pieces_of
 from rosellm.lab.figures.palette import BLUE, ORANGE, PEACH, SKY, TEXT
 from rosellm.lab.records.records import number
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
+
+pieces_of = load_exhibit("pieces").pieces_of
 
 LANE_PIXELS, MOST_PIXELS, GAP = 12, 264, 28  # height of a lane, of a panel, between panels
 LONGEST, OTHERS = "reads the longest row", "reads other rows only"

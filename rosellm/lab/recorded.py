@@ -13,8 +13,8 @@ from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table
 from rosellm.lab.figures.compare import say
 from rosellm.lab.figures.ledger import waterfall
+from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.timeline import timeline
-from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, why_lacking
 from rosellm.lab.records.records import RecordError, Results, find, number, read_us

@@ -22,9 +22,9 @@ from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table, text_table
 from rosellm.lab.figures.compare import say
+from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.source import show_pair, show_source
 from rosellm.lab.figures.svg import Picture
-from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
 from rosellm.lab.records.experiments import equality

@@ -8,18 +8,14 @@ import pytest
 from rosellm.lab.running.execution import Outcome
 from rosellm.lab.running.gallery import publish_gallery
 from rosellm.lab.running.page import page
+from tests.browser.test_lab import moved_to_each_end
 
 pytestmark = pytest.mark.browser
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SHOWN = ("00_map", "01_paged_attention", "33_arrivals")
 NARROW = 420
-LINK = """() => {
-  const link = document.querySelector(".js-plotly-plot .ytick a");
-  link.scrollIntoView({block: "center"});
-  const box = link.getBoundingClientRect();
-  return [link.textContent, box.x + box.width / 2, box.y + box.height / 2];
-}"""
+PLOT = ".js-plotly-plot .main-svg"
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +39,32 @@ def offline(chromium):
     context.close()
 
 
-def test_the_index_shows_a_picture_a_card_and_leads_to_the_pages(gallery, offline):
+def test_the_index_shows_a_picture_a_card_and_leads_to_pages_that_lead_on(gallery, offline):
     shown, asked = offline
     shown.goto((gallery / "index.html").as_uri())
     assert shown.locator("article").count() == len(SHOWN)
     assert shown.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
     shown.locator("article a").first.click()
     shown.wait_for_url("**/00_map.html")
-    shown.locator(".js-plotly-plot .main-svg").first.wait_for()
+    shown.locator(PLOT).first.wait_for()
+    way = shown.locator("nav.way").first.locator("a")
+    assert [a.get_attribute("href") for a in way.all()] == ["index.html", "01_paged_attention.html"]
+    anchors = [a.get_attribute("href") for a in shown.locator("nav.contents a").all()]
+    assert len(anchors) > 3 and all(shown.locator(f'[id="{anchor[1:]}"]').count() for anchor in anchors)
+    links = shown.locator('main a[href*=".html"]:not([href^=http])').all()
+    assert {link.get_attribute("href").partition("#")[0] for link in links} <= {
+        "index.html",
+        *(f"{name}.html" for name in SHOWN),
+    }
     assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}
 
 
 def test_a_figures_slider_moves_without_a_kernel(gallery, offline):
     shown, _asked = offline
     shown.goto((gallery / "00_map.html").as_uri())
-    slider, title = shown.locator("input[type=range]").first, shown.locator(".js-plotly-plot .gtitle").first
-    assert title.text_content().startswith("One decode step of 8 sequences")
-    slider.focus()
-    slider.press("ArrowLeft")
-    told = "document.querySelector('.js-plotly-plot .gtitle').textContent"
-    shown.wait_for_function(f"{told}.includes('of 1 sequence,')")
+    plot = shown.locator(".js-plotly-plot").filter(has=shown.locator(".slider-container")).first
+    first, last = moved_to_each_end(plot)
+    assert "of 1 sequence," in first and "of 256 sequences," in last
 
 
 @pytest.mark.parametrize("name", ["index", *SHOWN])
@@ -71,15 +73,15 @@ def test_on_a_narrow_screen_nothing_runs_out_of_the_right_edge(gallery, offline,
     shown.set_viewport_size({"width": NARROW, "height": 900})
     shown.goto((gallery / f"{name}.html").as_uri())
     if name != "index":
-        shown.locator(".js-plotly-plot .main-svg").first.wait_for()
+        shown.locator(PLOT).first.wait_for()
     assert shown.evaluate("document.scrollingElement.scrollWidth") <= NARROW
 
 
 def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):
     shown, _asked = offline
     shown.goto((gallery / "00_map.html").as_uri())
-    shown.locator(".js-plotly-plot .ytick a").first.wait_for(state="attached")
-    rung, x, y = shown.evaluate(LINK)
-    assert rung == "paged"
-    shown.mouse.click(x, y)
+    link = shown.locator(".js-plotly-plot .ytick a", has_text="paged").first
+    link.scroll_into_view_if_needed()
+    box = link.bounding_box()
+    shown.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     shown.wait_for_url("**/01_paged_attention.html")

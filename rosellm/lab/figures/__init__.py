@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-_NEEDED = """IPython ipykernel ipywidgets jinja2 jupyter_client kaleido nbclient nbconvert nbformat nbstripout
+_NEEDED = """IPython ipykernel jinja2 jupyter_client kaleido nbclient nbconvert nbformat nbstripout
     papermill PIL plotly yaml"""
 _missing = [name for name in _NEEDED.split() if find_spec(name) is None]
 if _missing:

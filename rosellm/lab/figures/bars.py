@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table, wrapped
-from rosellm.lab.figures.palette import BLUE, GREEN, ORANGE, PALE
+from rosellm.lab.figures.palette import BLUE, GREEN, GRID, ORANGE, PALE
 from rosellm.lab.records.records import number, percent_change
 
 
@@ -83,26 +82,23 @@ def waterfall(
     steps = sorted(((c, v) for c, v in changes.items() if abs(v) >= limit), key=lambda step: step[1])
     small = [value for value in changes.values() if 0 < abs(value) < limit]
     steps += [("the rest", sum(small))] if small else []
-    reached = list(accumulate((value for _, value in steps), initial=start))
-    labels = [f"<b>{first}</b>", *(cause for cause, _ in steps), f"<b>{last}</b>"]
-    lengths = [start, *(value for _, value in steps), end]
-    texts = [f"{'+' if 0 < i <= len(steps) and v > 0 else ''}{number(v)}" for i, v in enumerate(lengths)]
+    causes, values = [cause for cause, _ in steps], [value for _, value in steps]
     chart = Chart()
-    chart.add_bar(
-        x=lengths,
-        y=list(range(len(labels))),
-        base=[0, *reached[:-1], 0],
+    chart.add_waterfall(
         orientation="h",
-        marker_color=[BLUE, *(GREEN if value < 0 else ORANGE for _, value in steps), BLUE],
-        hovertext=[f"{label}: {text} {unit}" for label, text in zip(labels, texts, strict=True)],
-        hoverinfo="text",
+        measure=["absolute", *["relative"] * len(steps), "total"],
+        x=[start, *values, end],
+        y=[f"<b>{first}</b>", *causes, f"<b>{last}</b>"],
+        text=[number(start), *(f"{'+' if v > 0 else ''}{number(v)}" for v in values), number(end)],
+        textposition="outside",
+        decreasing_marker_color=GREEN,
+        increasing_marker_color=ORANGE,
+        totals_marker_color=BLUE,
+        connector_line={"color": GRID, "width": 1},
     )
-    rights = [start, *(max(pair) for pair in pairwise(reached)), end]
-    for y, (right, text) in enumerate(zip(rights, texts, strict=True)):
-        chart.add_annotation(x=right, y=y, text=text, showarrow=False, xanchor="left", xshift=4)
-    chart.update_xaxes(range=[0, max(start, end, *reached) * 1.15], title_text=unit)
-    chart.update_yaxes(
-        autorange="reversed", showgrid=False, ticks="", tickvals=list(range(len(labels))), ticktext=labels
-    )
+    reached = [start, *(start + sum(values[: i + 1]) for i in range(len(values)))]
+    chart.update_traces(hoverinfo="y+text", cliponaxis=False)
+    chart.update_xaxes(range=[0, max(reached) * 1.15], title_text=unit)
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     chart.table = text_table(["", f"change, {unit}"], [(first, start), *steps, (last, end)])
-    return finish(chart, title, 30 * len(labels))
+    return finish(chart, title, 30 * (len(steps) + 2))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.lab.figures.charts import Chart, finish, text_table
-from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALE
-from rosellm.lab.figures.svg import FONT, px, rect, texts
+from rosellm.lab.figures.palette import BLUE, GRID, PALE
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.notebooks import act_of
@@ -19,7 +18,6 @@ NAMES = "the GPU works", "the GPU waits"
 LONGER = "profiled kernels overlap less: busy time beyond the step is drawn as 100%"
 README_BATCH = 8
 INKS = {"light": "#3f464f", "dark": "#d0d7de"}
-WIDTH, ROW, LEFT, RIGHT, HEAD = 1024, 22, 190, 150, 66
 
 
 class Step(NamedTuple):
@@ -95,40 +93,14 @@ def _label(step: Step) -> str:
     return f"{number(step.us)} µs, {step.share:.0%} busy"
 
 
-def busy_svg(results: Results, batch: int, ink: str) -> str:
-    """Draw the same chart as SVG without scripts, for README.md."""
-    steps = steps_of(results, batch)
-    scale = (WIDTH - LEFT - RIGHT) / max(step.us for step in steps)
-    title = f"One decode step of {batch} sequences, GPT-2 small in fp16, on one {results.device_name}"
-    bold = ' font-weight="bold"'
-    parts = [texts([title], 8, 22, 15, ink, extra=bold, anchor="start")]
-    for i, (name, colour) in enumerate(zip(NAMES, (BLUE, PALE), strict=True)):
-        parts += [rect(LEFT + 150 * i, 34, 12, 12, 2, colour)]
-        parts += [texts([name], LEFT + 150 * i + 18, 45, 12, ink, anchor="start")]
-    y, act = HEAD, ""
-    for step in steps:
-        if step.act != act:
-            act = step.act
-            parts += [texts([act], 8, y + 12, 12, ORANGE, extra=bold, anchor="start")]
-            y += ROW
-        busy, whole = step.works_us * scale, step.us * scale
-        parts += [texts([step.rung], LEFT - 10, y + 12, 12, ink, anchor="end")]
-        parts += [rect(LEFT, y, whole, ROW - 6, 2, PALE), rect(LEFT, y, busy, ROW - 6, 2, BLUE)]
-        parts += [texts([_label(step)], LEFT + whole + 8, y + 12, 12, ink, anchor="start")]
-        y += ROW
-    for note in _notes(steps):
-        parts += [texts([note], LEFT, y + 12, 11, ink, anchor="start")]
-        y += ROW
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {px(y + 8)}" font-family="{FONT}"'
-    return f'{head} role="img"><title>{title}</title>{"".join(parts)}</svg>\n'
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Write the chart of README.md, for light and dark pages."""
+    """Write the chart of README.md, for light and dark pages; needs Chrome or Chromium."""
     OneLineParser(prog="python -m rosellm.lab.figures.busy", description=main.__doc__).parse_args(argv)
+    chart = busy_chart(find(), README_BATCH).update_layout(width=1024)
     for name, ink in INKS.items():
-        write_text(results_folder() / f"busy-{name}.svg", busy_svg(find(), README_BATCH, ink))
+        svg = chart.update_layout(font_color=ink).to_image("svg").decode()
+        write_text(results_folder() / f"busy-{name}.svg", svg)
 
 
 if __name__ == "__main__":

@@ -211,12 +211,11 @@ def test_names_of_close_lines_keep_apart():
 def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together():
     changes = {"norm": 10.0, "GEMM": -50.0, "head": -30.0, "copies": 0.3, "host": -0.1, "append": 0.0}
     chart = waterfall(("old", 100.0), changes, ("new", 30.2), "µs", title="t")
-    bars = chart.data[0]
-    assert chart.layout.yaxis.ticktext == ("<b>old</b>", "GEMM", "head", "norm", "the rest", "<b>new</b>")
+    (bars,) = chart.data
+    assert bars.y == ("<b>old</b>", "GEMM", "head", "norm", "the rest", "<b>new</b>")
     assert bars.x == pytest.approx([100, -50, -30, 10, 0.2, 30.2])
-    assert bars.base == pytest.approx([0, 100, 50, 20, 30, 0])
-    assert [note.text for note in chart.layout.annotations[1:4]] == ["−50.0", "−30.0", "+10.0"]
-    assert [note.x for note in chart.layout.annotations] == pytest.approx([100, 100, 50, 30, 30.2, 30.2])
+    assert bars.measure == ("absolute", *["relative"] * 4, "total")
+    assert bars.text == ("100", "−50.0", "−30.0", "+10.0", "+0.200", "30.2")
     assert chart.table.splitlines()[-1].split() == ["new", "30.2"]
 
 

@@ -23,7 +23,6 @@ STILL_HOLD = (
     "tests/lab/running/test_gallery.py",
     "tests/lab/trying/test_try_rung.py::test_bad_requests_are_refused_in_one_line",
     "tests/roseinfer/test_recipe.py",
-    "tests/exhibits/test_persistent_layers.py::test_the_rung_is_a_side_branch_that_changes_the_products_only",
     "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[40_my_idea]",
     "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[00_map]",
     "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[40_my_idea]",
