@@ -21,7 +21,6 @@ import torch
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
-from rosellm.lab.running.interruption import is_running
 from rosellm.models.arch import Arch
 from rosellm.models.loading import load_parts
 from rosellm.models.part import Part
@@ -148,6 +147,14 @@ def spawned_by(process: subprocess.Popen, n_processes: int) -> list[int]:
 
     seconds_until(lambda: len(pids()) == n_processes, LOADED_WITHIN_S)
     return pids()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def have_ended(pids: list[int]) -> bool:
