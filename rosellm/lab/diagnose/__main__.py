@@ -13,8 +13,8 @@ from argparse import Namespace
 from rosellm.bench.options import add_device_options, count
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError
-from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
-from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, TransformersSteps
+from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose
+from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, Steps, TransformersSteps
 from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts
@@ -47,15 +47,14 @@ def run(options: Namespace) -> Diagnosis:
             "--rung selects a rung of this engine, which --transformers does not run; give only one of them"
         )
     model, _ = load_parts(options.model, options.device, options.dtype, options.load_format)
-    if not options.transformers:
-        rung = get_rung(options.rung, model.device)
-        ours = EngineSteps(model, rung, options.batch, options.context)
-        ours.name = f"{options.model}, {ours.name}"
-        return diagnose_steps(ours, progress=_tell)
-    theirs = load_transformers(options.model, options.load_format, model)
-    steps = TransformersSteps(theirs, options.batch, options.context)
+    sizes = options.batch, options.context
+    steps: Steps
+    if options.transformers:
+        steps = TransformersSteps(load_transformers(options.model, options.load_format, model), *sizes)
+    else:
+        steps = EngineSteps(model, get_rung(options.rung, model.device), *sizes)
     steps.name = f"{options.model}, {steps.name}"
-    return diagnose_steps(steps, lambda: model, progress=_tell)
+    return diagnose(steps, ours=lambda: model, progress=_tell)
 
 
 def _tell(stage: str) -> None:

@@ -24,6 +24,7 @@ COPYING = frozenset(
 READING_BACK = frozenset(("item", "_local_scalar_dense"))
 REPEATS = 3
 TRACED = 5  # steps
+AGAIN = 2.0  # times the necessary work from which work counts as repeated
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Profile:
     step_us: unprofiled, the least of ``REPEATS`` means. rows: the ledger's rows, which add up to it (see
     ``lab.records.ledger``). stretched: slowdown of a profiled step. ``calls``: launches on a GPU, else
     operators called from Python. ``waits``: host waits for the GPU, else numbers read back by ``.item()``;
-    waits_share: their share. copied_share: operators that only copy; copying: the most expensive of them.
-    allocated: bytes of all tensors created. products: matrix-multiply operators called from Python. computed:
-    FLOPs of those GEMMs as called, None if custom kernels run them.
+    waits_share: their share, 0 for at most one a step, which is how tokens arrive. copied_share: operators
+    that only copy; copying: the most expensive of them. allocated: bytes of all tensors created. products:
+    matrix-multiply operators called from Python. computed: FLOPs of those GEMMs as called, None if custom
+    kernels run them.
     """
 
     name: str
@@ -79,6 +81,25 @@ class Profile:
         return self.products / max(1, self.work.n_matrices)
 
     @property
+    def reread_share(self) -> float:
+        """Share of reading matrices again, each time for some of the sequences; 0 below ``AGAIN`` reads."""
+        return self._repeated_share(self.reads, "GEMM", "head")
+
+    @property
+    def times_computed(self) -> float:
+        """FLOPs as a multiple of those of one new token per sequence; 0 if unknown."""
+        return (self.computed or 0.0) / self.work.flops
+
+    @property
+    def again_share(self) -> float:
+        """Share of computing the past again; 0 below ``AGAIN`` times the FLOPs."""
+        return self._repeated_share(self.times_computed, "GEMM", "head", "attention")
+
+    def _repeated_share(self, times: float, *causes: str) -> float:
+        share = sum(row.share for row in self.rows if row.cause in causes)
+        return (1 - 1 / times) * share if times >= AGAIN else 0.0
+
+    @property
     def read_us(self) -> float:
         """µs to read all bytes of a step once, at the ceiling."""
         return self.work.read_bytes / self.ceilings.read_bytes_per_us
@@ -89,13 +110,19 @@ class Profile:
         return self.work.flops / self.ceilings.flops_per_us
 
     @property
+    def read_share(self) -> float:
+        """Share that ``read_us`` takes; 0 if ``compute_us`` is larger."""
+        return self.read_us / self.step_us if self.read_us >= self.compute_us else 0.0
+
+    @property
+    def compute_share(self) -> float:
+        """Share that ``compute_us`` takes; 0 unless it is larger than ``read_us``."""
+        return self.compute_us / self.step_us if self.compute_us > self.read_us else 0.0
+
+    @property
     def floor_us(self) -> float:
         """The larger of ``read_us`` and ``compute_us``."""
         return max(self.read_us, self.compute_us)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.work.batch / self.step_us * 1e6
 
 
 def profile_of(steps: Steps) -> Profile:
@@ -111,7 +138,8 @@ def profile_of(steps: Steps) -> Profile:
     rows, inside = account(trace), trace.within(PROFILED_STEP)
     n, profiled_us = len(trace.ranges(PROFILED_STEP)), sum(row.us for row in rows)
     copies, copying = copies_of(inside)
-    waits = [event for event in inside.events if _is_wait(event, trace.on_gpu)]
+    waits = inside.of("sync") if on_gpu else [op for op in inside.of("op") if _short(op) in READING_BACK]
+    waits_share = sum(row.share for row in rows if row.cause == SYNC) if on_gpu else share_of(waits, trace)
     return Profile(
         name=steps.name,
         work=work,
@@ -122,8 +150,8 @@ def profile_of(steps: Steps) -> Profile:
         functions=functions,
         calls=calls_in(inside) / n,
         waits=len(waits) / n,
-        waits_share=sum(row.share for row in rows if row.cause == SYNC) if on_gpu else share_of(waits, trace),
-        copied_share=share_of(copies, trace, profiled_us),
+        waits_share=waits_share if len(waits) > n else 0.0,
+        copied_share=share_of(copies, trace, profiled_us if on_gpu else None),
         copying=copying,
         allocated=inside.allocated_bytes / n,
         products=sum(operator_role(op.name) == "GEMM" for op in inside.of("op")) / n,
@@ -145,34 +173,24 @@ def calls_in(trace: Trace) -> int:
 
 def copies_of(trace: Trace) -> tuple[list[Event], str]:
     """Return the copying operators, on a GPU the kernels they launched, and the costliest one's name."""
-    copies = [op for op in trace.of("op") if _short(op) in COPYING]
-    work = [(op, _short(op)) for op in copies]
-    if trace.on_gpu:
-        work = [(event, _short(op)) for event in trace.events if event.on_gpu and (op := _of(event, copies))]
-    us: dict[str, float] = defaultdict(float)
-    for event, name in work:
-        us[name] += event.duration
-    return [event for event, _ in work], max(us, key=us.__getitem__, default="")
-
-
-def _of(event: Event, ops: list[Event]) -> Event | None:
-    """Return the operator among ``ops`` that launched a kernel or copy, or None."""
-    i = bisect_right(ops, event.started, key=lambda op: op.start) - 1
-    is_work = event.kind in ("kernel", "copy") and i >= 0
-    return ops[i] if is_work and event.started <= ops[i].start + ops[i].duration else None
+    ops = trace.of("op")
+    starts = [op.start for op in ops]
+    copies, us = [], defaultdict[str, float](float)
+    for event in trace.of("kernel") + trace.of("copy") if trace.on_gpu else ops:
+        op = ops[i] if (i := bisect_right(starts, event.started) - 1) >= 0 else None
+        if op and event.started <= op.start + op.duration and _short(op) in COPYING:
+            copies.append(event)
+            us[_short(op)] += event.duration
+    return copies, max(us, key=us.__getitem__, default="")
 
 
 def share_of(events: list[Event], trace: Trace, step_us: float | None = None) -> float:
-    """Return the events' share of a profiled step, the median over steps.
-
-    On a GPU the share is of ``step_us``, else of each step's own length.
-    """
-    steps = trace.ranges(PROFILED_STEP)
-    us = [0.0] * len(steps)
-    for event in events:
-        us[bisect_right(steps, event.started, key=lambda step: step.start) - 1] += event.duration
-    lengths = [step_us if trace.on_gpu and step_us else step.duration for step in steps]
-    return median(spent / length for spent, length in zip(us, lengths, strict=True))
+    """Return the events' share of a profiled step of ``step_us`` µs, or of its own length; the median."""
+    return median(
+        sum(e.duration for e in events if step.start <= e.started <= step.start + step.duration)
+        / (step_us or step.duration)
+        for step in trace.ranges(PROFILED_STEP)
+    )
 
 
 def computed_flops(steps: Steps) -> float:
@@ -187,10 +205,6 @@ def computed_flops(steps: Steps) -> float:
             steps.run(n)
         counted.append(counter.get_total_flops())
     return float(counted[1] - counted[0])
-
-
-def _is_wait(event: Event, on_gpu: bool) -> bool:
-    return event.kind == "sync" if on_gpu else event.kind == "op" and _short(event) in READING_BACK
 
 
 def _short(op: Event) -> str:

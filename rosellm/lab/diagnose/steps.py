@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,7 +19,6 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
 from rosellm.lab.records.trace import PROFILED_STEP
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import best_rung
 from rosellm.roseinfer.rung import Rung
 
@@ -48,6 +48,10 @@ class Work:
     kv_bytes: float | None
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def weight_bytes(self) -> int:
         return self.n_weights * self.dtype.itemsize
 
@@ -62,15 +66,17 @@ class Work:
         return 2.0 * self.n_weights * self.batch
 
 
-class Steps(Protocol):
+class Steps(ABC):
     """One side of a comparison: ``prepare()``, then ``run(n)`` for up to ``ROOM`` steps in total."""
 
     name: str
     work: Work
 
+    @abstractmethod
     def prepare(self) -> None:
         """Reset to the state before the first step."""
 
+    @abstractmethod
     def run(self, n: int) -> list[float]:
         """Run ``n`` consecutive steps and return when the host saw each end, in seconds.
 
@@ -102,24 +108,23 @@ class EngineSteps(Steps):
     def __init__(self, model: Transformer, recipe: str | Rung | None, batch: int, context: int) -> None:
         c = model.config
         check_sizes(batch, context, c.n_positions)
-        chosen = best_rung(model.device) if recipe is None else recipe
-        self.bench = Bench(model, chosen, make_prompts(batch, context, c.vocab_size), ROOM)
-        self.name = self.bench.engine.rung or "a recipe of your own"
-        attended = min(context, c.window or context)
-        kv_bytes = batch * attended * c.kv_bytes_per_token(model.dtype.itemsize)
-        matrices = c.n_layers * len(c.shapes) + 1
-        n = c.n_step_parameters
-        self.work = Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
-
-    @property
-    def engine(self) -> Engine:
-        return self.bench.engine
+        self.model, self.recipe, self.context = model, recipe or best_rung(model.device), context
+        self.bench = Bench(model, self.recipe, make_prompts(batch, context, c.vocab_size), ROOM)
+        self.rung = self.bench.engine.rung
+        self.name = self.rung or "a recipe of your own"
+        kv_bytes = batch * min(context, c.window or context) * c.kv_bytes_per_token(model.dtype.itemsize)
+        sizes = c.n_step_parameters, c.n_layers * len(c.shapes) + 1
+        self.work = Work(batch, context, model.dtype, model.device, *sizes, kv_bytes)
 
     def prepare(self) -> None:
         self.bench.restart()
 
     def run(self, n: int) -> list[float]:
         return drive(self.bench, n)
+
+    def changed(self, model: Transformer | None = None, batch: int | None = None) -> EngineSteps:
+        """Return such steps of another model or batch."""
+        return EngineSteps(model or self.model, self.recipe, batch or self.work.batch, self.context)
 
 
 class Loop(Steps):
@@ -145,8 +150,7 @@ class Loop(Steps):
             raise SubjectError("a loop needs a step that can be called, and a model with parameters")
         check_sizes(batch, 1, 1 + ROOM)
         self.name, self._step, self._start = name, step, start
-        n, matrices = multiplied_parameters(model)
-        self.work = Work(batch, None, first.dtype, first.device, n, matrices, kv_bytes)
+        self.work = Work(batch, None, first.dtype, first.device, *multiplied_parameters(model), kv_bytes)
 
     def prepare(self) -> None:
         self._start()
@@ -171,11 +175,15 @@ class TransformersSteps(Steps):
     def __init__(self, model: Any, batch: int, context: int, static: bool = False) -> None:
         c = model.config.get_text_config()
         check_sizes(batch, context, getattr(c, "max_position_embeddings", MOST_CONTEXT))
-        self.model, self.static = model, static
+        self.model, self.context, self.static = model, context, static
         self.name = "transformers, static cache" if static else "transformers"
-        self.work = transformers_work(model, batch, context)
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        kv_bytes = 2 * heads * head_dim * model.dtype.itemsize * batch * _attended(c, context)
+        sizes = multiplied_parameters(model)
+        self.work = Work(batch, context, model.dtype, model.device, *sizes, kv_bytes)
         prompts = torch.tensor(make_prompts(batch, context, c.vocab_size))
-        self._prompts = self._tokens = prompts.to(self.work.device)
+        self._prompts = self._tokens = prompts.to(model.device)
         self._cache: Any = None
 
     def prepare(self) -> None:
@@ -183,14 +191,10 @@ class TransformersSteps(Steps):
         if self.static:
             from transformers import StaticCache
 
-            most = self._prompts.shape[1] + ROOM + 1
-            self._cache = StaticCache(config=self.model.config, max_cache_len=most)
-        self._generate(1)
+            self._cache = StaticCache(config=self.model.config, max_cache_len=self.context + ROOM + 1)
+        self.run(1)
 
     def run(self, n: int) -> list[float]:
-        return self._generate(n)
-
-    def _generate(self, n: int) -> list[float]:
         clock = _Clock(n)
         with patch.object(self.model.generation_config, "eos_token_id", None):
             made = self.model.generate(
@@ -207,6 +211,10 @@ class TransformersSteps(Steps):
         self._tokens, self._cache = made.sequences, made[cache_name()]
         return clock.ends
 
+    def changed(self, model: Any = None, batch: int | None = None, static: bool = False) -> TransformersSteps:
+        """Return such steps of another model or batch, or with a static cache."""
+        return TransformersSteps(model or self.model, batch or self.work.batch, self.context, static)
+
 
 def cache_name() -> str:
     """Return the keyword for the cache in this version of transformers; an outdated one causes a warning."""
@@ -216,31 +224,18 @@ def cache_name() -> str:
 
 
 class _Clock:
-    """A stopping criterion that never stops.
-
-    Called after each token, it opens the next step's profiler range.
-    """
+    """A stopping criterion that never stops; called after each token, it opens the next step's range."""
 
     def __init__(self, steps: int) -> None:
         self.ends: list[float] = []
-        self._steps = steps
-        self._range: AbstractContextManager[Any] = nullcontext()
+        self._steps, self._range = steps, ExitStack()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self._range.__exit__(None, None, None)
+        self._range.close()
         self.ends.append(time.perf_counter())
-        self._range = record_function(PROFILED_STEP) if len(self.ends) < self._steps else nullcontext()
-        self._range.__enter__()
+        if len(self.ends) < self._steps:
+            self._range.enter_context(record_function(PROFILED_STEP))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def transformers_work(model: Any, batch: int, context: int) -> Work:
-    """Return the work of a decode step of a causal language model of transformers."""
-    c, (n, matrices) = model.config.get_text_config(), multiplied_parameters(model)
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv_bytes = 2 * heads * head_dim * model.dtype.itemsize * batch * _attended(c, context)
-    return Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
 
 
 def _attended(config: Any, context: int) -> int:
@@ -258,11 +253,6 @@ def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
 
     Embedding tables, of which a step reads only rows, are excluded unless the head shares them.
     """
-    tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
-    tables -= {
-        weight.data_ptr()
-        for m in model.modules()
-        if not isinstance(m, nn.Embedding) and isinstance(weight := getattr(m, "weight", None), torch.Tensor)
-    }
-    read = [p for p in model.parameters() if p.data_ptr() not in tables]
+    others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
+    read = {p for m in others for p in m.parameters(recurse=False)}
     return sum(p.numel() for p in read), sum(p.dim() > 1 for p in read)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from rosellm.errors import RoseError
 from rosellm.lab.diagnose.profile import mean_us
+from rosellm.lab.diagnose.rules import Finding
 from rosellm.lab.diagnose.steps import EngineSteps, Steps, TransformersSteps
 from rosellm.lab.records.records import number
+from rosellm.lab.records.step_time import free_memory
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
@@ -22,21 +24,7 @@ TURNS, ATTEMPTS = 4, 3
 MOST_SPREAD = 2.0  # longest over shortest turn; beyond it, something else keeps the machine busy
 WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
 MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype
-CAST = torch.bfloat16
 MOST_RUNGS = 3
-# Recipe fields that remove a cause.
-CURES_ON_GPU = {
-    "launch": ("runner", "indices", "step", "norm"),
-    "waits": ("indices", "step"),
-    "transfers": ("tables", "step"),
-    "copies": ("attention", "append"),
-    "bandwidth": ("attention",),
-}
-CURES_ON_CPU = {
-    "Python": ("block_info", "pool", "step"),
-    "calls": ("mask", "pool", "step", "norm"),
-    "copies": ("attention", "step"),
-}
 
 Make = Callable[[], Steps]
 Measured = TypeVar("Measured")
@@ -88,16 +76,13 @@ def undisturbed(measure: Callable[[], Measured], is_disturbed: Callable[[Measure
 
 
 def _in_turns(before: Steps, after: Steps) -> Trial:
-    sides = (before, after)
-    turns = [[mean_us(side) for side in sides] for _ in range(TURNS)]
-    old, new = (
-        [us / side.work.batch for us in column]
-        for side, column in zip(sides, zip(*turns, strict=True), strict=True)
-    )
-    sign = (min(old) > max(new)) - (max(old) < min(new))
-    ratio, spread = median(old) / median(new), max(old) / min(old)
-    steps_us = median(old) * before.work.batch, median(new) * after.work.batch
-    return Trial(after.name, *steps_us, ratio, sign, spread)
+    turns = [(mean_us(before), mean_us(after)) for _ in range(TURNS)]
+    old, new = zip(*turns, strict=True)
+    times_as_many = after.work.batch / before.work.batch
+    ratios = [times_as_many * one / other for one in old for other in new]
+    sign = (min(ratios) > 1) - (max(ratios) < 1)
+    ratio = times_as_many * median(old) / median(new)
+    return Trial(after.name, median(old), median(new), ratio, sign, spread=max(old) / min(old))
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:
@@ -105,110 +90,55 @@ def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial,
     trials, refused = [], {}
     for name, make in candidates.items():
         try:
-            trials.append(try_in_turns(before, make()))
+            trials.append(replace(try_in_turns(before, make()), name=name))
         except torch.OutOfMemoryError:
             refused[name] = "does not fit into the memory left; take a smaller batch or context"
         except RoseError as error:
             refused[name] = str(error)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     return tuple(sorted(trials, key=lambda trial: -trial.ratio)), refused
 
 
-def engine_candidates(steps: EngineSteps, causes: list[str]) -> dict[str, Make]:
-    """Return rungs further up that address a cause, the best rung, twice the batch, and 16-bit weights."""
-    engine, (batch, context) = steps.engine, _sizes(steps)
-    model, recipe = engine.model, engine.rung or engine.recipe
-    found: dict[str, Make] = {
-        rung: _later(EngineSteps, model, rung, batch, context)
-        for rung in rungs_for(engine.rung, causes, engine.device)
-    }
-    found[f"batch {2 * batch}"] = _named(
-        _later(EngineSteps, model, recipe, 2 * batch, context), f"batch {2 * batch}"
-    )
-    if _can_cast(model):
-        name = f"{str(CAST).removeprefix('torch.')} weights"
-        found[name] = _named(lambda: EngineSteps(_cast(model), recipe, batch, context), name)
-    return found
-
-
-def rungs_for(rung: str | None, causes: list[str], device: torch.device) -> list[str]:
-    """Return the rungs above ``rung`` to try: the first that addresses each cause, then the best one here.
-
-    For a recipe that is not a rung (None), only the best rung.
-    """
-    best = best_rung(device)
-    above = _climb(best)
-    if rung is None:
-        return [best]
-    above = above[above.index(rung if rung in above else BEFORE[rung]) + 1 :]
-    cures = CURES_ON_GPU if device.type == "cuda" else CURES_ON_CPU
-    helping = [
-        next((one for one in above if _changed(one) in cures.get(cause, ())), None) for cause in causes
-    ]
-    wanted = list(dict.fromkeys(one for one in helping if one))[: MOST_RUNGS - 1]
-    return list(dict.fromkeys([*wanted, *above[-1:]]))
-
-
-def transformers_candidates(
-    steps: TransformersSteps, ours: Callable[[], Transformer] | None
+def candidates_for(
+    steps: Steps, found: Iterable[Finding], ours: Callable[[], Transformer] | None
 ) -> dict[str, Make]:
-    """Return a static cache, twice the batch, 16-bit weights, and our best rung on the same checkpoint.
+    """Return what to try for an engine's or transformers' steps, by name; nothing for other steps.
 
-    ours: loads the checkpoint into our model; None if it is unknown.
+    An engine tries the rungs that cure what was found, transformers a static cache and our best rung on the
+    same checkpoint, which ``ours`` loads into our model (None if it is unknown); both try twice the batch and
+    16-bit weights.
     """
-    model, (batch, context) = steps.model, _sizes(steps)
-    found: dict[str, Make] = {
-        "transformers, static cache": _later(TransformersSteps, model, batch, context, True)
-    }
-    name = f"batch {2 * batch}"
-    found[name] = _named(_later(TransformersSteps, model, 2 * batch, context), name)
-    if _can_cast(model):
-        cast = f"{str(CAST).removeprefix('torch.')} weights"
-        found[cast] = _named(lambda: TransformersSteps(_cast(model), batch, context), cast)
-    if ours is not None:
+    if not isinstance(steps, (EngineSteps, TransformersSteps)):
+        return {}
+    model, batch, context = steps.model, steps.work.batch, steps.context
+    made: dict[str, Make] = {}
+    if isinstance(steps, EngineSteps):
+        for rung in rungs_for(steps.rung, [one.cures for one in found], model.device):
+            made[rung] = partial(EngineSteps, model, rung, batch, context)
+    else:
+        made["transformers, static cache"] = lambda: steps.changed(static=True)
+    made[f"batch {2 * batch}"] = lambda: steps.changed(batch=2 * batch)
+    dtype, n = torch.bfloat16, sum(p.numel() for p in model.parameters())
+    if steps.work.dtype.itemsize > dtype.itemsize and n * dtype.itemsize <= MOST_COPY_BYTES:
+        made["bfloat16 weights"] = lambda: steps.changed(deepcopy(model).to(dtype))
+    if ours is not None and isinstance(steps, TransformersSteps):
         best = best_rung(steps.work.device)
-        found[f"this engine, {best}"] = _named(
-            lambda: EngineSteps(ours(), best, batch, context), f"this engine, {best}"
-        )
-    return found
-
-
-def _sizes(steps: Steps) -> tuple[int, int]:
-    return steps.work.batch, int(steps.work.context or 1)
-
-
-def _climb(rung: str) -> list[str]:
-    path = [rung]
-    while path[0] in BEFORE:
-        path.insert(0, BEFORE[path[0]])
-    return path
-
-
-def _changed(rung: str) -> str:
-    (field,) = LADDER[BEFORE[rung]].difference(LADDER[rung])
-    return field
-
-
-def _later(make: Callable[..., Steps], *arguments: Any) -> Make:
-    return lambda: make(*arguments)
-
-
-def _named(make: Make, name: str) -> Make:
-    def made() -> Steps:
-        steps = make()
-        steps.name = name
-        return steps
-
+        made[f"this engine, {best}"] = lambda: EngineSteps(ours(), best, batch, context)
     return made
 
 
-def _can_cast(model: torch.nn.Module) -> bool:
-    first = next(model.parameters())
-    size = sum(p.numel() for p in model.parameters()) * CAST.itemsize
-    return first.dtype.itemsize > CAST.itemsize and size <= MOST_COPY_BYTES
+def rungs_for(rung: str | None, cures: Iterable[tuple[str, ...]], device: torch.device) -> list[str]:
+    """Return the rungs above ``rung`` to try: the first that helps with each of ``cures``, then the best.
 
-
-def _cast(model: Any) -> Any:
-    return deepcopy(model).to(CAST)
+    cures: recipe fields that remove a cause. For a recipe that is not a rung (None), only the best rung.
+    """
+    above = [best_rung(device)]
+    if rung is None:
+        return above
+    while above[0] in BEFORE:
+        above.insert(0, BEFORE[above[0]])
+    above = above[above.index(rung if rung in above else BEFORE[rung]) + 1 :]
+    changed = {one: next(iter(LADDER[BEFORE[one]].difference(LADDER[one]))) for one in above}
+    helping = [next((one for one in above if changed[one] in fields), None) for fields in cures]
+    wanted = list(dict.fromkeys(one for one in helping if one))[: MOST_RUNGS - 1]
+    return list(dict.fromkeys([*wanted, *above[-1:]]))

@@ -1,6 +1,5 @@
 """A busy machine is named, and then nothing is compared; a ratio stands only where it counts."""
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,8 +8,10 @@ import torch
 
 from rosellm.lab.diagnose import ceilings, diagnosis as module, trials
 from rosellm.lab.diagnose.ceilings import Ceilings
-from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
+from rosellm.lab.diagnose.diagnosis import diagnose
+from rosellm.lab.diagnose.steps import Steps
 from rosellm.lab.diagnose.trials import Trial
+from tests.helpers import CPU
 from tests.lab.diagnose.planted import profile
 
 QUIET = Ceilings(50e3, 40e3, 100e3, 1.0, 2**20)
@@ -19,105 +20,92 @@ CALM, STORMY = Trial("better", 150.0, 100.0, 1.5, 1), Trial("better", 483.0, 100
 
 def test_a_ratio_is_given_only_where_it_counts():
     assert "1.50× the tokens a second, a step of 100 µs against 150" in str(CALM)
-    assert "×" not in str(replace(CALM, sign=0)) and "no difference" in str(replace(CALM, sign=0))
+    assert "no difference" in str(replace(CALM, sign=0)) and "×" not in str(replace(CALM, sign=0))
     told = str(STORMY)
     assert "not determined; 3 times the same steps took up to 3.20× as long: end what" in told
 
 
-@pytest.mark.parametrize(
-    ("after", "tried", "why"),
-    [
-        (QUIET, (CALM,), ""),
-        (QUIET, (), ""),
-        (replace(QUIET, read_bytes_per_us=150e3), (CALM,), "it reads 3.00 times as fast"),
-        (replace(QUIET, flops_per_us=30e3), (CALM,), "it multiplies 3.33 times as fast"),
-        (QUIET, (STORMY,), "the same steps took up to 3.20 times as long"),
-        (QUIET, (CALM, STORMY), "the same steps took up to 3.20 times as long"),
-    ],
-)
-def test_what_shows_that_a_machine_is_busy(after, tried, why):
-    found = module._why_busy(QUIET, after, tried)
-    assert found.startswith(why) and bool(found) == bool(why)
-
-
-def test_a_busy_machines_diagnosis_compares_nothing_and_tells_the_next_step():
-    text = str(Diagnosis(profile(), (), (CALM,), (), "a CPU", "it reads 3 times as fast at one moment"))
-    assert "This machine is busy" in text and "run again" in text and "×" not in text
-    assert "end what else runs (`top` or `nvidia-smi` lists it)" in " ".join(text.split())
-
-
-class Mine:
+class Mine(Steps):
     name, work = "mine", profile().work
+
+    def prepare(self):
+        pass
+
+    def run(self, n):
+        return [1.0, 2.0]
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A machine whose ceilings are those of this list in turn, then ``QUIET`` for ever."""
+    """A quiet machine whose ceilings are those of this list in turn, then ``QUIET`` for ever."""
     found: list[Ceilings] = []
-    monkeypatch.setattr(module, "overload", str)
+    monkeypatch.setattr(module, "other_load", lambda device: "")
     monkeypatch.setattr(module, "profile_of", lambda steps: profile(ceilings=QUIET))
     monkeypatch.setattr(module, "find_ceilings", lambda *_: found.pop(0) if found else QUIET)
     return found
 
 
-def test_the_stages_are_told_as_they_begin(measured):
+@pytest.mark.parametrize(
+    ("after", "n", "tried", "why"),
+    [
+        (QUIET, 3, (CALM,), ""),
+        (replace(QUIET, read_bytes_per_us=150e3), 2, (), ""),  # measured up to three times
+        (replace(QUIET, read_bytes_per_us=150e3), 3, (CALM,), "it reads 3.00 times as fast at one"),
+        (replace(QUIET, flops_per_us=30e3), 3, (CALM,), "it multiplies 3.33 times as fast"),
+        (QUIET, 0, (CALM, STORMY), "the same steps took up to 3.20 times as long"),
+    ],
+)
+def test_what_shows_that_a_machine_is_busy(measured, monkeypatch, after, n, tried, why):
+    measured += [after] * n
+    monkeypatch.setattr(module, "try_all", lambda *_: (tried, {}))
+    found = diagnose(Mine())
+    assert found.busy.startswith(why) and bool(found.busy) == bool(why)
+    if why:
+        assert "×" not in str(found) and str(found).startswith("This machine is busy: ")
+        assert "end what else runs (`top` or `nvidia-smi` lists it)" in " ".join(str(found).split())
+
+
+def test_on_a_machine_that_is_busy_at_the_start_nothing_is_tried_and_stages_are_told(measured, monkeypatch):
+    monkeypatch.setattr(module, "other_load", lambda device: "others run")
+    monkeypatch.setattr(module, "candidates_for", lambda *_: pytest.fail("a candidate was asked for"))
     stages: list[str] = []
-    diagnose_steps(Mine(), progress=stages.append)  # type: ignore[arg-type]
+    found = diagnose(Mine(), progress=stages.append)
+    assert found.busy == "others run" and found.trials == ()
     assert len(stages) == 1 and "profiling steps of mine" in stages[0]
 
 
-@pytest.mark.parametrize(("disturbed", "is_busy"), [(0, False), (2, False), (3, True)])
-def test_ceilings_that_differ_are_measured_three_times(measured, disturbed, is_busy):
-    measured += [replace(QUIET, read_bytes_per_us=150e3)] * disturbed
-    assert bool(diagnose_steps(Mine()).busy) == is_busy  # type: ignore[arg-type]
-
-
-def test_on_a_machine_that_is_busy_at_the_start_nothing_is_tried(measured, monkeypatch):
-    monkeypatch.setattr(module, "overload", lambda: "programs waited")
-    monkeypatch.setattr(module, "_candidates", lambda *_: pytest.fail("a candidate was asked for"))
-    found = diagnose_steps(Mine())  # type: ignore[arg-type]
-    assert found.busy == "programs waited" and found.trials == ()
-    assert str(found).startswith("This machine is busy: programs waited. No time here can be trusted;")
-
-
 @pytest.mark.parametrize(
-    ("pressure", "load", "told"),
+    ("cpu", "gpu", "told"),
     [
-        ("some avg10=83.10 avg60=1.00 avg300=0.00 total=7\nfull avg10=0.00\n", 0.0, "waited .* 83 % of the"),
-        ("some avg10=12.00 avg60=99.00 avg300=99.00 total=7\nfull avg10=0.00\n", 99.0, "^$"),
-        (None, 4.5, "in the last minute 4.50 programs wanted to run on its 4 cores"),
-        (None, 4.0, "^$"),
+        (99.0, "0", "other programs keep its 4 cores busy 99 % of the time"),
+        (50.0, "5", ""),
+        (0.0, None, ""),
+        (0.0, "[N/A]", ""),
+        (0.0, "93", "other programs' kernels run on its GPU, 93 % of the time"),
     ],
 )
-def test_more_programs_than_cores_are_an_overload(monkeypatch, tmp_path, pressure, load, told):
-    if pressure:
-        (tmp_path / "cpu").write_text(pressure)
-    monkeypatch.setattr(ceilings, "PRESSURE", tmp_path / "cpu")
-    monkeypatch.setattr(ceilings.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(ceilings.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
-    assert re.search(told, ceilings.overload())
-
-
-@pytest.mark.parametrize(
-    ("used", "told"),
-    [("0", ""), ("5", ""), (None, ""), ("[N/A]", ""), ("93", "run on its GPU, 93 % of the time")],
-)
-def test_kernels_of_other_programs_are_seen_at_the_last_look_too(monkeypatch, used, told):
-    looks = ["0"] * (ceilings.LOOKS - 1) + [used]
+def test_programs_on_all_cores_and_kernels_at_the_last_look_are_other_load(monkeypatch, cpu, gpu, told):
+    looks = ["0"] * (ceilings.LOOKS - 1) + [gpu]
+    monkeypatch.setattr(ceilings.psutil, "cpu_percent", lambda interval: cpu)
+    monkeypatch.setattr(ceilings.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
     monkeypatch.setattr(ceilings.time, "sleep", lambda _: None)
     monkeypatch.setattr(ceilings, "first_line_of", lambda *_: looks.pop(0))
-    found = ceilings.gpu_in_use(torch.device("cuda"))
-    assert not looks and found.endswith(told) and bool(found) == bool(told)
+    assert ceilings.other_load(torch.device("cuda")) == told
+    assert ceilings.other_load(CPU) == (told if cpu > 90 else "")
 
 
 @pytest.mark.parametrize(("disturbed", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
 def test_a_disturbed_trial_is_dropped_and_repeated_twice_at_most(monkeypatch, disturbed, runs):
-    found = [STORMY] * disturbed + [CALM] * 3
-    made: list[Trial] = []
-    monkeypatch.setattr(trials, "mean_us", lambda side: 1.0)
-    monkeypatch.setattr(trials, "_in_turns", lambda *_: made.append(found[len(made)]) or made[-1])
-    trial = trials.try_in_turns(Mine(), Mine())  # type: ignore[arg-type]
-    assert len(made) == runs and trial is made[-1]
+    spread, made = [300.0, 100.0], []
+
+    def mean_us(side: Steps) -> float:  # after two warm-ups, two sides in four turns
+        made.append(side)
+        run, turn = divmod(len(made) - 3, 2 * trials.TURNS)
+        return spread[turn // 2 % 2] if 0 <= run < disturbed else 100.0
+
+    monkeypatch.setattr(trials, "mean_us", mean_us)
+    trial = trials.try_in_turns(Mine(), Mine())
+    assert len(made) == 2 + runs * 2 * trials.TURNS
     assert trial.is_disturbed == (disturbed > 2)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from rosellm import LLM
-from rosellm.errors import DeviceError, PromptError, RoseError
+from rosellm.errors import DeviceError, PromptError
 from rosellm.lab.diagnose import diagnosis
 from rosellm.lab.diagnose.ceilings import find_ceilings
-from rosellm.lab.diagnose.diagnosis import MOST_CHARACTERS, Diagnosis, diagnose, diagnose_steps, steps_of
-from rosellm.lab.diagnose.rules import findings
+from rosellm.lab.diagnose.diagnosis import MOST_CHARACTERS, Diagnosis, diagnose, steps_of
 from rosellm.lab.diagnose.steps import (
     EngineSteps,
     Loop,
@@ -36,21 +35,18 @@ def theirs(name: str):
 @pytest.fixture(autouse=True)
 def on_a_quiet_machine(monkeypatch):
     """Whatever else runs beside the tests."""
-    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis.overload", str)
-    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis._why_busy", lambda *_: "")
+    monkeypatch.setattr(diagnosis, "other_load", lambda device: "")
+    monkeypatch.setattr(diagnosis, "_why_busy", lambda *_: "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
-    model, arch = theirs(name), load_parts(name, "cpu")[0].config
-    work, ours = (
-        TransformersSteps(model, 2, 30).work,
-        EngineSteps(load_parts(name, "cpu")[0], None, 2, 30).work,
-    )
+    model, (our_model, _) = theirs(name), load_parts(name, "cpu")
+    work, ours = TransformersSteps(model, 2, 30).work, EngineSteps(our_model, None, 2, 30).work
     assert work.n_matrices == (ours.n_matrices if name == "rose-tiny" else 5 * 7 + 1)  # q, k, v; gate, up
-    assert work.n_weights == arch.n_step_parameters == ours.n_weights
-    assert work.kv_bytes == 2 * 30 * arch.kv_bytes_per_token(4)
+    assert work.n_weights == our_model.config.n_step_parameters == ours.n_weights
+    assert work.kv_bytes == 2 * 30 * our_model.config.kv_bytes_per_token(4) == ours.kv_bytes
 
 
 def test_keys_and_values_outside_a_sliding_window_are_not_read_here():
@@ -62,24 +58,20 @@ def test_keys_and_values_outside_a_sliding_window_are_not_read_here():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "attended"),
+    ("name", "window", "attended"),
     [
-        (("MistralConfig", {"sliding_window": 5}), 3 * 5),
-        (("MistralConfig", {"sliding_window": 50}), 3 * 30),
-        (("MistralConfig", {"sliding_window": None}), 3 * 30),
-        (("Qwen2Config", {"sliding_window": 5}), 3 * 30),  # which it does not use
-        (
-            ("Qwen2Config", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
-            30 + 2 * 5,
-        ),
+        ("Mistral", {"sliding_window": 5}, 3 * 5),
+        ("Mistral", {"sliding_window": 50}, 3 * 30),
+        ("Mistral", {"sliding_window": None}, 3 * 30),
+        ("Qwen2", {"sliding_window": 5}, 3 * 30),  # which it does not use
+        ("Qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, 30 + 2 * 5),
     ],
 )
-def test_keys_and_values_outside_a_sliding_window_are_not_read_in_transformers(config, attended):
+def test_keys_and_values_outside_a_sliding_window_are_not_read_in_transformers(name, window, attended):
     import transformers
 
-    name, window = config
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    made = getattr(transformers, name)(vocab_size=50, intermediate_size=16, **sizes, **window)
+    made = getattr(transformers, f"{name}Config")(vocab_size=50, intermediate_size=16, **sizes, **window)
     work = TransformersSteps(transformers.AutoModelForCausalLM.from_config(made), 2, 30).work
     assert work.kv_bytes == 2 * attended * 2 * 2 * 4 * 4
 
@@ -94,46 +86,9 @@ def test_transformers_steps_are_those_of_one_generate_and_its_configuration_is_l
         steps.prepare()
         assert len(steps.run(3)) == 3 and len(steps.run(4)) == 4
     prompts = steps._prompts
-    whole = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=8,
-        min_new_tokens=8,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    assert torch.equal(steps._tokens, whole)
-    assert model.generation_config.eos_token_id == end
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_is_diagnosed_and_compared_with_this_engine():
-    found = diagnose(theirs("rose-tiny"), batch=2, context=20)
-    assert {trial.name for trial in found.trials} == {
-        "transformers, static cache",
-        "batch 4",
-        "bfloat16 weights",
-        "this engine, split_kv",
-    }
-    assert found.profile.computed == pytest.approx(found.profile.work.flops, rel=0.1)
-    assert_told_for_a_cpu(found)
-
-
-@pytest.mark.slow
-def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
-    llm = LLM(rung="no_mask", max_batch_size=2)
-    found = diagnose(llm, batch=2, context=20)
-    assert found.profile.name == "no_mask" and found.profile.work.batch == 2
-    assert "split_kv" in {trial.name for trial in found.trials}
-    llm.engine.check_integrity()
-    assert_told_for_a_cpu(found)
-
-
-def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
-    llm = LLM(rung="split_kv", deterministic=True, max_batch_size=2)
-    steps = steps_of(llm, 2, 20)
-    assert isinstance(steps, EngineSteps) and steps.engine.recipe == llm.engine.recipe
-    assert steps.name == "a recipe of your own"
+    lengths = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    whole = model.generate(prompts, attention_mask=torch.ones_like(prompts), **lengths)
+    assert torch.equal(steps._tokens, whole) and model.generation_config.eos_token_id == end
 
 
 def assert_told_for_a_cpu(found: Diagnosis) -> None:
@@ -144,78 +99,78 @@ def assert_told_for_a_cpu(found: Diagnosis) -> None:
         assert figure in text
 
 
-def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
-    planted = profile(stretched=1.6)
-    text = " ".join(str(Diagnosis(planted, findings(planted), (), (), "a CPU")).split())
-    assert "No rule reaches its threshold." in text and "in 0 % nothing runs" in text
-    assert "142,857 times" not in text and "planted: batch 8, 256 tokens cached a sequence, float16" in text
+@pytest.mark.slow
+def test_a_model_of_transformers_is_diagnosed_and_compared_with_this_engine():
+    found = diagnose(theirs("rose-tiny"), batch=2, context=20)
+    tried = {"transformers, static cache", "batch 4", "bfloat16 weights", "this engine, split_kv"}
+    assert {trial.name for trial in found.trials} == tried
+    assert found.profile.computed == pytest.approx(found.profile.work.flops, rel=0.1)
+    assert_told_for_a_cpu(found)
 
 
 @pytest.mark.slow
-def test_a_profiler_that_lengthens_steps_and_unknown_keys_and_values_are_told(monkeypatch):
-    unknown = replace(WORK, kv_bytes=None)
-
-    def planted(steps):
-        return profile(stretched=1.6, work=unknown, rows=shares(0.9))
-
-    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis.profile_of", planted)
-    model = nn.Linear(8, 8)
-    found = diagnose_steps(Loop(lambda: model(torch.ones(1, 8)), model, 1))
-    told = " ".join(found.undetermined)
-    assert "1.60 times as long" in told and "kv_bytes" in told and "GEMM most of it" in told
-    assert found.trials == ()
+def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
+    llm = LLM(rung="no_mask", max_batch_size=2)
+    found = diagnose(llm, batch=2, context=20)
+    assert found.profile.name == "no_mask" and found.profile.work.batch == 2
+    tried = {trial.name: trial for trial in found.trials}
+    assert {"split_kv", "batch 4", "bfloat16 weights"} <= set(tried) and "batch 4: " in str(found)
+    llm.engine.check_integrity()
+    assert_told_for_a_cpu(found)
 
 
-@pytest.mark.parametrize("kind", [EngineSteps, TransformersSteps, Loop])
-def test_what_is_not_determined_has_a_next_step(kind):
+def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
+    llm = LLM(rung="split_kv", deterministic=True, max_batch_size=2)
+    steps = steps_of(llm, 2, 20)
+    assert isinstance(steps, EngineSteps) and steps.recipe == llm.engine.recipe
+    assert steps.name == "a recipe of your own"
+
+
+def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
+    text = " ".join(str(Diagnosis(profile(stretched=1.6), (), (), (), "a CPU")).split())
+    assert "No rule reaches its threshold." in text and "in 0 % nothing runs" in text
+    assert "planted: batch 8, 256 tokens cached a sequence, float16, on a CPU." in text
+
+
+@pytest.mark.parametrize(("kind", "n"), [(EngineSteps, 4), (TransformersSteps, 5), (Loop, 3)])
+def test_what_is_not_determined_has_a_next_step(kind, n):
     planted = profile(stretched=1.6, work=replace(WORK, kv_bytes=None), rows=shares(0.9))
     told = diagnosis._undetermined(object.__new__(kind), planted, (), None)
-    assert len(told) == {EngineSteps: 4, TransformersSteps: 5, Loop: 3}[kind]
-    assert all(re.search("; (a larger|compile|exchange|give|run|save) ", one) for one in told)
+    assert len(told) == n and all(
+        re.search("; (a larger|compile|exchange|give|run|save) ", one) for one in told
+    )
+    assert "GEMM most of it" in told[0] and "1.60 times as long" in told[1] and "kv_bytes" in told[2]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"batch": 0}, "batch is 0; it must be a whole number from 1 to 4096"),
-        ({"batch": True}, "batch is True"),
-        ({"batch": 10**30}, "it must be a whole number from 1 to 4096"),
-        ({"context": 1.5}, "context is 1.5"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(wrong, told):
-    with pytest.raises(SubjectError, match=re.escape(told)):
-        diagnose(LLM(max_batch_size=1), **wrong)
-
-
-def test_what_cannot_be_diagnosed_is_refused_in_one_sentence():
-    with pytest.raises(PromptError, match="use a context of at most 488"):
-        diagnose(LLM(max_batch_size=1), context=489)
-    with pytest.raises(SubjectError, match="str cannot be diagnosed; give an LLM"):
-        diagnose("rose-tiny")
-    with pytest.raises(SubjectError, match="needs a step that can be called"):
-        Loop(None, nn.Linear(2, 2), 1)  # type: ignore[arg-type]
-    with pytest.raises(SubjectError, match="a model with parameters"):
-        Loop(print, nn.ReLU(), 1)
-    assert issubclass(SubjectError, RoseError)
+def test_sizes_out_of_range_and_what_cannot_be_diagnosed_are_refused():
+    tiny = LLM(max_batch_size=1)
+    for subject, sizes, error, told in (
+        (tiny, {"batch": 0}, SubjectError, "batch is 0; it must be a whole number from 1 to 4096"),
+        (tiny, {"batch": True}, SubjectError, "batch is True"),
+        (tiny, {"batch": 10**30}, SubjectError, "it must be a whole number from 1 to 4096"),
+        (tiny, {"context": 1.5}, SubjectError, "context is 1.5"),
+        (tiny, {"context": 489}, PromptError, "use a context of at most 488"),
+        ("a string", {}, SubjectError, "str cannot be diagnosed; give an LLM, an Engine"),
+    ):
+        with pytest.raises(error, match=re.escape(told)):
+            diagnose(subject, **sizes)
+    with pytest.raises(SubjectError, match="a step that can be called, and a model with parameters"):
+        Loop(print, nn.Identity(), 1)
 
 
 def test_tables_of_which_a_row_a_token_is_read_are_no_work_but_a_tied_head_is():
-    class Model(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.tokens, self.positions, self.head = (
-                nn.Embedding(10, 4),
-                nn.Embedding(5, 4),
-                nn.Linear(4, 10, bias=False),
-            )
-            if tied:
-                self.head.weight = self.tokens.weight
-
-    assert multiplied_parameters(Model(False)) == multiplied_parameters(Model(True)) == (40, 1)
+    parts = {
+        "tokens": nn.Embedding(10, 4),
+        "places": nn.Embedding(5, 4),
+        "head": nn.Linear(4, 10, bias=False),
+    }
+    model = nn.ModuleDict(parts)
+    untied = multiplied_parameters(model)
+    model["head"].weight = model["tokens"].weight
+    assert multiplied_parameters(model) == untied == (40, 1)
 
 
-def test_random_weights_are_the_same_in_transformers(monkeypatch):
+def test_random_weights_are_the_same_in_transformers():
     ours, _ = load_parts("rose-tiny", "cpu", load_format="dummy")
     model = load_transformers("rose-tiny", "dummy", ours)
     [prompt] = random_prompts([12])
@@ -229,7 +184,7 @@ def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("rosellm.lab.diagnose.ceilings.measure_ceilings", full)
-    monkeypatch.setattr("rosellm.lab.diagnose.ceilings._call_us", lambda device: 1.0)
+    monkeypatch.setattr(torch, "zeros", lambda n, device: torch.ones(n))
     with pytest.raises(DeviceError, match="less than 2.5 GiB of free memory"):
         find_ceilings(torch.device("cuda"), torch.float16, 1e6)
 

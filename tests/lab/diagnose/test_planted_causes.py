@@ -12,7 +12,7 @@ from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose
 from rosellm.lab.diagnose.profile import profile_of
 from rosellm.lab.diagnose.steps import EngineSteps, Loop
 from rosellm.lab.diagnose.trials import try_all, try_in_turns
-from tests.helpers import random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import random_model, random_prompts, uncached_logits
 
 WIDTH, LAYERS = 256, 4
 
@@ -102,11 +102,13 @@ def test_a_forward_for_each_sequence_reads_the_weights_again():
 
 
 @pytest.mark.slow
-def test_an_item_in_every_layer_is_counted_and_on_a_cpu_not_blamed():
+def test_an_item_in_every_layer_is_counted_and_a_single_one_a_step_is_how_tokens_arrive():
     found = diagnose(loop(lambda x: x[0, 0].item()))
     assert found.profile.waits == LAYERS and 0 < found.profile.waits_share < 0.5
-    if found.profile.waits_share < 0.1:
-        assert "waits" not in found.causes
+    assert found.profile.waits_share >= 0.1 or "waits" not in found.causes
+    once, value = Layers(), torch.ones(1)
+    one = diagnose(Loop(lambda: (once.step(), value.item()), once, 1)).profile
+    assert one.waits == 1 and one.waits_share == 0
 
 
 @pytest.mark.slow
@@ -120,22 +122,6 @@ def test_reading_32_bit_weights_as_fast_as_can_be_is_bandwidth_bound():
 def test_a_large_product_is_compute_bound():
     found = diagnosed(loop(batch=512, width=512), lambda causes: causes[:1] == ["compute"])
     assert found.causes[0] == "compute" and "in float32" in found.findings[0].sentence
-
-
-@pytest.mark.slow
-def test_twice_the_batch_of_one_is_tried_and_gives_more_tokens(monkeypatch):
-    for name in ("overload", "_why_busy"):  # whatever else runs
-        monkeypatch.setattr(f"rosellm.lab.diagnose.diagnosis.{name}", lambda *_: "")
-    found = diagnose_engine(batch=1)
-    tried = {trial.name: trial for trial in found.trials}
-    assert tried["batch 2"].ratio > 1.2 and "batch 2: " in str(found)
-
-
-def diagnose_engine(batch: int, rung: str = "paged"):
-    from rosellm.roseinfer.engine import Engine
-
-    engine = Engine(random_model(0, small_config(n_layers=3)), recipe=rung, max_batch_size=4, warm_up=False)
-    return diagnose(engine, batch=batch, context=20)
 
 
 def test_turns_find_the_faster_side_and_by_how_much():
@@ -153,7 +139,7 @@ def test_what_cannot_be_tried_is_told_and_the_others_are_tried():
         raise torch.OutOfMemoryError
 
     trials, refused = try_all(loop(), {"none": refuse, "same": loop, "large": too_large})
-    assert [trial.name for trial in trials] == ["your loop"]
+    assert [trial.name for trial in trials] == ["same"]
     assert refused == {
         "none": "it cannot run",
         "large": "does not fit into the memory left; take a smaller batch or context",

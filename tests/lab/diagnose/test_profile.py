@@ -6,8 +6,8 @@ from rosellm.lab.diagnose.profile import calls_in, copies_of, share_of
 from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace
 
 
-def kernel(name: str, start: float, duration: float, launched: float, kind: str = "kernel") -> Event:
-    return Event(name, kind, start, duration, launched)
+def kernel(name: str, start: float, duration: float, launched: float) -> Event:
+    return Event(name, "kernel", start, duration, launched, on_gpu=True)
 
 
 def on_host(name: str, start: float, end: float, kind: str = "op") -> Event:
@@ -33,20 +33,15 @@ def test_on_a_gpu_copies_are_the_kernels_that_copying_operators_launched():
     copies, most = copies_of(trace)
     assert [event.name for event in copies] == ["CatArrayBatchedCopy"] * 3 and most == "cat"
     assert share_of(copies, trace, step_us=100.0) == pytest.approx(0.2)
-    assert calls_in(trace) == 6
-
-
-def test_the_kernels_of_a_graph_are_one_launch():
     graph = [kernel(f"k{i}", 20 + 2 * i, 2, launched=10) for i in range(9)]
-    assert calls_in(Trace([*steps(1), *graph])) == 1
+    assert calls_in(trace) == 6 and calls_in(Trace([*steps(1), *graph])) == 1  # a graph is one launch
 
 
-def test_on_a_cpu_the_median_step_tells_so_that_one_disturbed_step_does_not():
+def test_on_a_cpu_the_median_step_counts_so_that_one_disturbed_step_does_not():
     ops = [on_host("aten::cat", t, t + length) for t, length in ((10, 9), (110, 80), (210, 9))]
     ops += [on_host("aten::stack", 30, 33), on_host("aten::mm", 230, 250)]
     trace = Trace(steps(3) + ops)
     copies, most = copies_of(trace)
-    assert len(copies) == 4 and most == "cat"
+    assert len(copies) == 4 and most == "cat" and calls_in(trace) == 5
     assert share_of(copies, trace) == pytest.approx(12 / 90)
-    assert calls_in(trace) == 5
     assert copies_of(Trace(steps(1))) == ([], "")
