@@ -15,8 +15,8 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import MODERN, random_model, small_config, uncached_greedy
 from tests.soak.fake_step import BLOCK, EOS, VOCAB
-from tests.soak.programs import Driver
-from tests.soak.scheduler_driver import Asked, assert_whole, prompt_of
+from tests.soak.programs import one_of
+from tests.soak.scheduler_driver import Asked, OnEngine, prompt_of
 
 MOST_SEQUENCES, POSITIONS = 4, 192
 FEW, FAR = 12, 150  # tokens asked for
@@ -33,7 +33,7 @@ class Held:
     decodes: bool = False
 
 
-class EngineDriver(Driver):
+class EngineDriver(OnEngine):
     """What the caller may do is what the engine's docstrings say; the oracle caches nothing."""
 
     weights = {
@@ -44,7 +44,6 @@ class EngineDriver(Driver):
         "rung": ("mutable_block_info", "resident_step", "packed_prefill", BEST_RUNG),
         "prefix_cache": (False, True),
     }
-    length = 60
 
     def open(self, rung: str, prefix_cache: bool) -> None:
         self.engine = Engine(
@@ -120,26 +119,19 @@ class EngineDriver(Driver):
             self.seen["steps"] += 1
             assert not done.failed and len(set(done.sequences)) == len(done.sequences)
 
-    def give_up(self, a: int, b: int) -> bool:
+    @one_of("held")
+    def give_up(self, held: Held, b: int) -> bool:
         """As one that is preempted: its blocks go, and it is prefilled again later, output included."""
-        held = self.held[a % len(self.held)] if self.held else None
-        if held is None or held.sequence.is_finished:
+        if held.sequence.is_finished:
             return False
         self.engine.release(held.sequence)
         held.decodes = False
         return True
 
-    def release(self, a: int, b: int) -> bool:
-        if not self.held:
-            return False
-        self.engine.release(self.held.pop(a % len(self.held)).sequence)
-        return True
-
-    def forget_prefixes(self, a: int, b: int) -> bool:
-        if self.engine.prefix_cache is None:
-            return False
-        self.engine.prefix_cache.clear()
-        return True
+    @one_of("held")
+    def release(self, held: Held, b: int) -> None:
+        self.held.remove(held)
+        self.engine.release(held.sequence)
 
     # What must hold.
 
@@ -165,8 +157,7 @@ class EngineDriver(Driver):
         self.check()
         while self.held:
             self.release(0, 0)
-        self.forget_prefixes(0, 0)
-        assert_whole(self.engine)
+        self.assert_all_free()
 
     def _choose(self, a: int, decodes: bool) -> list[Held]:
         """Those at the places of the bits of ``a``."""

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from os.path import commonprefix
 
-import torch
-
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens
-from tests.soak.programs import Driver
+from tests.soak.block_driver import Holder, HoldersDriver
+from tests.soak.programs import one_of
 
-LAYERS, MOST_HOLDERS, LONGEST = 2, 4, 16
-LAYER_STEP = 100.0  # a token's key in layer l is token + 100 l
-
-
-@dataclass(eq=False)
-class Holder:
-    """A sequence: its block ids, and the tokens that they hold."""
-
-    block_ids: list[int]
-    tokens: list[int]
+MOST_HOLDERS, LONGEST = 4, 16
 
 
-class PrefixDriver(Driver):
-    """The holders are ours; the cache's entries are read, and must follow from what was done."""
+class PrefixDriver(HoldersDriver):
+    """The cache's entries are read, and must follow from what was done."""
 
     weights = {
         "serve": 6, "match": 2, "insert": 2, "append": 5, "release": 4, "make_room": 1, "clear": 1,
     }  # fmt: skip
     axes = {"n_blocks": (12, 6, 18), "block_size": (4, 1, 2)}
 
-    def open(self, n_blocks: int, block_size: int) -> None:
-        self.blocks = KVBlocks(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
+    def open(self, **options: int) -> None:
+        super().open(**options)
         self.cache = PrefixCache(self.blocks)
-        self.keys = self.blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
-        self.size, self.n_blocks = block_size, n_blocks
-        self.holders: list[Holder] = []
 
     # Operations.
 
@@ -53,8 +40,7 @@ class PrefixDriver(Driver):
         n_matched = len(holder.tokens)
         self._make_room(blocks_for(len(prompt), self.size) - n_matched // self.size, holder)
         self.blocks.reserve_prompt(holder.block_ids, len(prompt) - n_matched)
-        holder.tokens = prompt
-        self._write(holder, n_matched)
+        self.write(holder, *prompt[n_matched:])
         self.cache.insert(prompt, holder.block_ids)
         return True
 
@@ -67,11 +53,9 @@ class PrefixDriver(Driver):
             self.holders.append(holder)
         return True
 
-    def insert(self, a: int, b: int) -> bool:
+    @one_of("holders")
+    def insert(self, holder: Holder, b: int) -> None:
         """Keep the first tokens of a holder, whatever it is now."""
-        if not self.holders:
-            return False
-        holder = self._holder(a)
         kept = tuple(holder.tokens[: 1 + b % len(holder.tokens)])
         before = self._entries()
         self.cache.insert(kept, holder.block_ids)
@@ -79,25 +63,16 @@ class PrefixDriver(Driver):
         assert len(self.cache) == len(before) + (not begun_with)
         newest = next(reversed(self._entries()))
         assert newest in begun_with if begun_with else newest == kept
-        return True
 
-    def append(self, a: int, b: int) -> bool:
+    @one_of("holders")
+    def append(self, holder: Holder, b: int) -> bool:
         """One token more, where room for it can be made."""
-        holder = self._holder(a) if self.holders else None
-        if not holder or len(holder.tokens) == LONGEST:
+        if len(holder.tokens) == LONGEST:
             return False
         self._make_room(1, holder)
-        if self._n_free() == 0:
-            return True
-        self.blocks.reserve_prompt(holder.block_ids, 1)
-        holder.tokens = [*holder.tokens, b % 2]
-        self._write(holder, len(holder.tokens) - 1)
-        return True
-
-    def release(self, a: int, b: int) -> bool:
-        if not self.holders:
-            return False
-        self.blocks.free_blocks(self.holders.pop(a % len(self.holders)).block_ids)
+        if self.blocks.num_free_blocks():
+            self.blocks.reserve_prompt(holder.block_ids, 1)
+            self.write(holder, b % 2)
         return True
 
     def make_room(self, a: int, b: int) -> None:
@@ -111,41 +86,31 @@ class PrefixDriver(Driver):
     # What must hold.
 
     def check(self) -> None:
+        super().check()
         entries = self._entries()
         assert self.cache._ordered == sorted(entries)
-        self.blocks.check_integrity(self._held(entries))
         theirs = {block_id for holder in self.holders for block_id in holder.block_ids}
         assert self.cache.num_evictable() == len(set(chain(*entries.values())) - theirs)
-        found = [(keys - LAYER_STEP * layer).tolist() for layer, keys in enumerate(self.keys)]
-        for holder in self.holders:
-            self._check_tokens(found, holder.block_ids, holder.tokens)
-            assert self.blocks.tokens_reserved(holder.block_ids) == len(holder.tokens)
-        for entry, block_ids in entries.items():
-            self._check_tokens(found, block_ids, list(entry))
 
     def end(self) -> None:
-        while self.holders:
-            self.release(0, 0)
-        self.check()
+        super().end()
         self.cache.clear()
         self.check()
-        assert self._n_free() == self.n_blocks
 
     # The model.
 
-    def _holder(self, a: int) -> Holder:
-        return self.holders[a % len(self.holders)]
+    def contents(self) -> Iterator[tuple[list[int], list[int]]]:
+        yield from super().contents()
+        for entry, block_ids in self._entries().items():
+            yield block_ids, list(entry)
 
     def _entries(self) -> dict[Tokens, list[int]]:
         """What is kept, least recently used first."""
         return dict(self.cache._entries)
 
-    def _n_free(self) -> int:
-        return self.blocks.num_free_blocks()
-
     def _matched(self, prompt: list[int]) -> Holder:
         """A holder of the longest prefix that is kept, or of its full blocks where none is free to clone."""
-        before, n_free, hits = self._entries(), self._n_free(), self.cache.hits
+        before, n_free, hits = self._entries(), self.blocks.num_free_blocks(), self.cache.hits
         common = {entry: len(commonprefix([entry, tuple(prompt)])) for entry in before}
         longest = min(max(common.values(), default=0), len(prompt) - 1)
         n_matched, block_ids = self.cache.match(prompt)
@@ -170,31 +135,15 @@ class PrefixDriver(Driver):
 
     def _kept(self, entries: dict[Tokens, list[int]], n_blocks: int, written: list[int]) -> dict:
         """What of the entries is left, from what each of them holds."""
-        theirs = {i for holder in self.holders for i in holder.block_ids}
-        while n_blocks > self.n_blocks - len(held := self._held(entries)):
+        theirs = [i for holder in self.holders for i in holder.block_ids]
+        while n_blocks > self.n_blocks - len(held := Counter(chain(theirs, *entries.values()))):
             frees = [e for e, ids in entries.items() if any(held[i] == 1 for i in ids)]
-            some_day = [e for e, ids in entries.items() if not theirs.issuperset(ids)]
+            some_day = [e for e, ids in entries.items() if not set(theirs).issuperset(ids)]
             share = [e for e, ids in entries.items() if not set(written).isdisjoint(ids)]
             if not (frees or some_day or share):
                 break
             del entries[(frees or some_day or share)[0]]
         return entries
-
-    def _held(self, entries: dict[Tokens, list[int]]) -> Counter[int]:
-        """How often each block is held."""
-        return Counter(chain(*(holder.block_ids for holder in self.holders), *entries.values()))
-
-    def _write(self, holder: Holder, start: int) -> None:
-        for layer in range(LAYERS):
-            for position in range(start, len(holder.tokens)):
-                place = layer, holder.block_ids[position // self.size], position % self.size
-                self.keys[place] = holder.tokens[position] + LAYER_STEP * layer
-
-    def _check_tokens(self, found: list, block_ids: list[int], tokens: list[int]) -> None:
-        """The blocks begin with these in every layer; ``found``: what each layer's blocks hold."""
-        for blocks in found:
-            held = [token for block_id in block_ids for token in blocks[block_id]]
-            assert held[: len(tokens)] == tokens
 
 
 def _prompt(a: int, b: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from math import prod
 from typing import Any, ClassVar
 
@@ -65,6 +66,20 @@ class Driver:
         if getattr(self, name)(a, b) is not False:
             self.seen["operations"] += 1
             self.check()
+
+
+def one_of(name: str) -> Callable[[Callable], Callable]:
+    """An operation on one of the driver's ``name``, which its first number chooses; none: nothing is done."""
+
+    def on_one(operation: Callable) -> Callable:
+        @wraps(operation)
+        def chosen(self: Driver, a: int, b: int) -> bool | None:
+            there = list(getattr(self, name))
+            return operation(self, there[a % len(there)], b) if there else False
+
+        return chosen
+
+    return on_one
 
 
 def machine_of(driver: type[Driver], seen: Counter[str] | None = None) -> type[RuleBasedStateMachine]:

@@ -27,7 +27,7 @@ from tests.soak.fake_step import (
     poison,
     tokens_after,
 )
-from tests.soak.programs import Driver
+from tests.soak.programs import Driver, one_of
 
 MOST_IN_FLIGHT = 10
 LONGEST_PROMPT, MOST_TOKENS = 20, 25
@@ -70,7 +70,33 @@ class Asked:
             assert {"cancelled": self.cancelled, "failed": self.failed}[output.finish_reason]
 
 
-class SchedulerDriver(Driver):
+class OnEngine(Driver):
+    """What drivers of an ``engine`` share."""
+
+    engine: Engine
+
+    def forget_prefixes(self, a: int = 0, b: int = 0) -> bool:
+        if self.engine.prefix_cache is None:
+            return False
+        self.seen["prefix hits"] += self.engine.prefix_cache.hits
+        self.engine.prefix_cache.clear()
+        return True
+
+    def check_holders(self, scheduler: OnlineScheduler) -> None:
+        """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
+        holders = [sequence.block_ids for sequence in scheduler.requests.values()]
+        if self.engine.prefix_cache is not None:
+            holders += self.engine.prefix_cache._entries.values()
+        self.engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
+
+    def assert_all_free(self) -> None:
+        """Every block, once the prefixes are forgotten."""
+        self.forget_prefixes()
+        self.engine.check_integrity()
+        assert self.engine.blocks.num_free_blocks() == self.engine.num_kv_blocks
+
+
+class SchedulerDriver(OnEngine):
     """Requests come, are cancelled and end over a small pool; the model under them is a function."""
 
     weights = {
@@ -162,19 +188,15 @@ class SchedulerDriver(Driver):
             assert sequence.output == self.running[sequence.request_id].tokens[:n_output]
         return True
 
-    def cancel(self, a: int, b: int) -> bool:
+    @one_of("known")
+    def cancel(self, request_id: int, b: int) -> None:
         """A request that runs, or one that has ended, which is too late."""
-        known = [*self.running, *self.ended]
-        if not known:
-            return False
-        request_id = known[a % len(known)]
         if request_id in self.running:
             self.running[request_id].cancelled = True
             assert self.scheduler.cancel(request_id)
             assert self.scheduler.finished[request_id].finish_reason == "cancelled"
         else:
             assert not self.scheduler.cancel(request_id)
-        return True
 
     def cancel_all(self, a: int, b: int) -> bool:
         for asked in self.running.values():
@@ -183,13 +205,10 @@ class SchedulerDriver(Driver):
         assert not self.scheduler.has_unfinished
         return bool(self.running)
 
-    def take(self, a: int, b: int) -> bool:
-        if not self.ended:
-            return False
-        request_id = sorted(self.ended)[a % len(self.ended)]
+    @one_of("ended")
+    def take(self, request_id: int, b: int) -> None:
         assert self.scheduler.take_result(request_id) is self.ended.pop(request_id)
         self.refused(RoseError, lambda: self.scheduler.take_result(request_id))
-        return True
 
     def fault(self, a: int, b: int) -> bool:
         """A step that is begun soon will raise."""
@@ -198,20 +217,11 @@ class SchedulerDriver(Driver):
         self.fault_in = a % 4
         return True
 
-    def poison(self, a: int, b: int) -> bool:
+    @one_of("running")
+    def poison(self, request_id: int, b: int) -> None:
         """The logits of a request are not finite from now on: it fails, and nobody else does."""
-        if not self.running:
-            return False
-        request_id = list(self.running)[a % len(self.running)]
         self.running[request_id].failed = True
         poison(self.engine, request_id)
-        return True
-
-    def forget_prefixes(self, a: int, b: int) -> bool:
-        if self.engine.prefix_cache is None:
-            return False
-        self.engine.prefix_cache.clear()
-        return True
 
     def misuse(self, a: int, b: int) -> None:
         """Unknown and unfinished requests, and prompts that can never run."""
@@ -233,7 +243,7 @@ class SchedulerDriver(Driver):
         assert self.scheduler.n_waiting + self.scheduler.n_active == len(self.running)
         assert self.scheduler.has_unfinished == bool(self.running)
         assert self.scheduler.n_active <= self.scheduler.max_batch_size
-        check_holders(self.engine, self.scheduler)
+        self.check_holders(self.scheduler)
 
     def end(self) -> None:
         self.fault_in = None
@@ -243,14 +253,15 @@ class SchedulerDriver(Driver):
             self.apply("step", 0, 0)
         assert not self.running, f"{len(self.running)} requests never end"
         self.seen["preemptions"] += self.scheduler.preemptions
-        if self.engine.prefix_cache is not None:
-            self.seen["prefix hits"] += self.engine.prefix_cache.hits
-        self.forget_prefixes(0, 0)
         self.check()
-        assert_whole(self.engine)
+        self.assert_all_free()
         assert self.engine.budget.reserved == 0
 
     # The model.
+
+    @property
+    def known(self) -> list[int]:
+        return [*self.running, *self.ended]
 
     def _note(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
         assert request_id not in self.running
@@ -287,20 +298,6 @@ class ModelSchedulerDriver(SchedulerDriver):
 
     def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
         return _tokens_of_ample_run()[tuple(prompt), params.temperature]
-
-
-def check_holders(engine: Engine, scheduler: OnlineScheduler) -> None:
-    """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
-    holders = [sequence.block_ids for sequence in scheduler.requests.values()]
-    if engine.prefix_cache is not None:
-        holders += engine.prefix_cache._entries.values()
-    engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
-
-
-def assert_whole(engine: Engine) -> None:
-    """Every block is free."""
-    engine.check_integrity()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
 def prompt_of(a: int, b: int) -> list[int]:

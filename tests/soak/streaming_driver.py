@@ -13,8 +13,8 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from tests.soak.fake_step import N_POSITIONS, VOCAB, call_before, fake_engine, tokens_after
-from tests.soak.programs import Driver
-from tests.soak.scheduler_driver import Asked, FaultError, assert_whole, check_holders, params_of, prompt_of
+from tests.soak.programs import one_of
+from tests.soak.scheduler_driver import Asked, FaultError, OnEngine, params_of, prompt_of
 
 PATIENCE_S = 60.0
 GLANCE_S = 2e-4
@@ -92,7 +92,7 @@ class Client:
     text: str | None = None  # the result's; None if there is only an error
 
 
-class StreamingDriver(Driver):
+class StreamingDriver(OnEngine):
     """The test's thread is every client; the worker takes a step when it is let."""
 
     weights = {
@@ -162,20 +162,17 @@ class StreamingDriver(Driver):
         self._await_worker()
         return True
 
-    def cancel(self, a: int, b: int) -> bool:
+    @one_of("clients")
+    def cancel(self, request_id: int, b: int) -> None:
         """Carried out by the worker before its next step."""
-        if not self.clients:
-            return False
-        request_id, client = self._choose(a)
+        client = self.clients[request_id]
         assert self.manager.cancel(request_id) != client.has_ended
         client.asked.cancelled = True
-        return True
 
-    def read(self, a: int, b: int) -> bool:
+    @one_of("clients")
+    def read(self, request_id: int, b: int) -> None:
         """What has been handed over to a client."""
-        if not self.clients:
-            return False
-        request_id, client = self._choose(a)
+        client = self.clients[request_id]
         if client.reader is None:
             self._empty_inbox()
         elif client.has_ended:
@@ -183,32 +180,27 @@ class StreamingDriver(Driver):
         else:
             n_pieces = self.manager._streams[request_id].inbox.qsize()
             client.pieces += [next(client.reader) for _ in range(n_pieces)]
-        return True
 
-    def result(self, a: int, b: int) -> bool:
-        if not self.clients:
-            return False
-        request_id, client = self._choose(a)
+    @one_of("clients")
+    def result(self, request_id: int, b: int) -> None:
+        client = self.clients[request_id]
         if not client.has_ended:
             self.refused(RoseError, lambda: self.manager.result(request_id, timeout=0))
         elif client.text is None:
             self.refused(RoseError, lambda: self.manager.result(request_id))
         else:
             assert self.manager.result(request_id).text == client.text
-        return True
 
-    def forget(self, a: int, b: int) -> bool:
-        if not self.clients:
-            return False
-        request_id, client = self._choose(a)
+    @one_of("clients")
+    def forget(self, request_id: int, b: int) -> None:
+        client = self.clients[request_id]
         if not client.has_ended:
             self.refused(RoseError, lambda: self.manager.forget(request_id))
-            return True
+            return
         self._settle(client)
         self.manager.forget(request_id)
         del self.clients[request_id]
         self.refused(RoseError, lambda: self.manager.result(request_id))
-        return True
 
     def close(self, a: int = 0, b: int = 0) -> None:
         """Whoever is in flight is told, and a new manager takes over."""
@@ -247,7 +239,7 @@ class StreamingDriver(Driver):
                 client.has_ended = True
                 self._judge(request_id, client)
         assert self._n_in_flight() == n_in_flight
-        check_holders(self.engine, self.manager._scheduler)
+        self.check_holders(self.manager._scheduler)
 
     def end(self) -> None:
         """All requests run to their end, if nobody stands in the way."""
@@ -259,9 +251,7 @@ class StreamingDriver(Driver):
         self._close()
         self._settle_all()
         self.seen["preemptions"] += self.manager._scheduler.preemptions
-        if self.engine.prefix_cache is not None:
-            self.engine.prefix_cache.clear()
-        assert_whole(self.engine)
+        self.assert_all_free()
 
     def stop(self) -> None:
         self.gate.open()
@@ -306,10 +296,6 @@ class StreamingDriver(Driver):
 
     def _n_in_flight(self) -> int:
         return sum(not client.has_ended for client in self.clients.values())
-
-    def _choose(self, a: int) -> tuple[int, Client]:
-        request_id = list(self.clients)[a % len(self.clients)]
-        return request_id, self.clients[request_id]
 
     def _judge(self, request_id: int, client: Client) -> None:
         try:
