@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import sleep
-
 import pytest
 
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
@@ -33,24 +31,6 @@ def keep_the_blocks_of_the_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
             release(self, sequence)
 
     monkeypatch.setattr(Engine, "release", keep)
-
-
-def slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fault: other threads may run while a request ends."""
-
-    class SlowSet(set):
-        def discard(self, stream) -> None:
-            super().discard(stream)
-            sleep(0.003)
-
-    new_stream = StreamingManager._new_stream
-
-    def slow(self, *arguments):
-        if not isinstance(self._in_flight, SlowSet):
-            self._in_flight = SlowSet(self._in_flight)
-        return new_stream(self, *arguments)
-
-    monkeypatch.setattr(StreamingManager, "_new_stream", slow)
 
 
 def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:

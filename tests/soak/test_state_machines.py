@@ -11,7 +11,6 @@ from tests.soak.planted_faults import (
     keep_the_blocks_of_the_cancelled,
     leak_a_block,
     share_a_block_that_is_written,
-    slow_ends,
     swallow_text,
 )
 from tests.soak.prefix_driver import PrefixDriver
@@ -89,8 +88,3 @@ def test_a_planted_fault_is_found_and_printed_as_a_short_program_that_replays_it
     machine = machine_of(driver)
     with pytest.raises(found):
         exec("\n".join(program), {machine.__name__: machine})
-
-
-def test_an_end_that_other_threads_see_late_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_ends(monkeypatch)
-    run_machine(StreamingDriver, 4)

@@ -54,19 +54,6 @@ def test_the_views_are_separate_words_of_rows_that_are_inert_at_first(width):
     assert state.temperatures.dtype == state.top_p.dtype == torch.float32
 
 
-def test_the_first_rows_are_a_view_and_others_a_copy():
-    state = DeviceState(6, 3, CPU)
-    state.tokens.copy_(torch.arange(6))
-    state.seeds.copy_(torch.arange(6) + LARGEST - 5)
-    first, some = state.first(4), state.at(torch.tensor([5, 1]))
-    assert first.tokens.tolist() == [0, 1, 2, 3] and some.tokens.tolist() == [5, 1]
-    assert some.seeds.tolist() == [LARGEST, LARGEST - 4] and some.table.shape == (2, 3)
-    assert first.ring is some.ring is state.ring
-    state.positions[1], state.table[1, 2] = 9, 8
-    assert first.positions[1] == 9 and first.table[1, 2] == 8
-    assert some.positions[1] == INERT and some.table[1, 2] == 0
-
-
 # A row as bytes.
 
 

@@ -226,14 +226,6 @@ def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: E
     assert_all_free(engine)
 
 
-def test_a_streamed_request_tells_how_often_it_was_preempted(engine: Engine) -> None:
-    tight = small_engine(engine.model, tokenizer=engine.tokenizer, num_kv_blocks=8)
-    with StreamingManager(tight) as manager:
-        requests = [manager.add_request([1, 2, 3], greedy(40)) for _ in range(6)]
-        results = [manager.result(request) for request in requests]
-        assert sum(one.metrics.preemptions for one in results) == manager._scheduler.preemptions > 0
-
-
 def test_unknown_and_forgotten_requests_are_refused_in_one_sentence(engine: Engine) -> None:
     with StreamingManager(engine) as manager:
         request = manager.add_request([1], greedy(2))

@@ -48,11 +48,9 @@ shared = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCh
 
 def random_requests(draw: random.Random, n: int, wishes=WISHES) -> list[tuple[list[int], SamplingParams]]:
     prompts = random_prompts([draw.randint(1, 40) for _ in range(n)], seed=draw.randrange(1000))
-    seeds = [draw.randrange(1000) for _ in range(n)]
-    chosen = [draw.choice(wishes) for _ in range(n)]
+    sizes = [{"max_tokens": draw.randint(1, 5), "seed": draw.randrange(1000)} for _ in prompts]
     return [
-        (prompt, SamplingParams(max_tokens=draw.randint(1, 5), seed=seed, **wish))
-        for prompt, seed, wish in zip(prompts, seeds, chosen, strict=True)
+        (p, SamplingParams(**size, **draw.choice(wishes))) for p, size in zip(prompts, sizes, strict=True)
     ]
 
 
