@@ -119,6 +119,14 @@ def assert_ends(llm: LLM, prompts: list, pid: int, how: signal.Signals, after_s:
         llm.generate(prompts, params, use_tqdm=False)
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def other_ranks() -> list[int]:
     """Process ids of the ranks that this process started and that live."""
     return [child.pid for child in multiprocessing.active_children() if child.name.startswith("rank ")]
