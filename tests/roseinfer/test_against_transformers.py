@@ -202,7 +202,7 @@ def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path
     assert mean(found) <= BOUNDS[dtype] and max(found) <= 2 * BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("folder", "way", "device"), runs(), indirect=["folder"])
+@pytest.mark.parametrize(("folder", "way", "device"), [*runs()], indirect=["folder"])
 def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: Path, way, device):
     expected = theirs_once(folder, torch.float32, device)
     assert expected.smallest_lead > 1e-3

@@ -58,7 +58,7 @@ def expected(model: str) -> list[list[int]]:
 COUNTS = [N_TOKENS, 3, 9, 1, 12, 5, N_TOKENS]
 
 
-@pytest.mark.parametrize(("model", "rung", "device"), runs())
+@pytest.mark.parametrize(("model", "rung", "device"), [*runs()])
 def test_steps_that_are_begun_ahead_are_collected_in_order(model, rung, device):
     engine = small_engine(random_model(*MODELS[model]).to(device), recipe=rung)
     sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
