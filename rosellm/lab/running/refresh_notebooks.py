@@ -5,10 +5,8 @@ JavaScript), but nothing that differs between machines: no widget state, no timi
 """
 
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
-import argparse
 import base64
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,12 +23,11 @@ from nbstripout import strip_output
 from PIL import Image
 
 from rosellm.atomic import write_text
-from rosellm.command_line import OneLineParser
-from rosellm.errors import RoseError
+from rosellm.command_line import OneLineParser, command
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.running.execution import NotebookError, execute, run_here
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.run_notebooks import select
+from rosellm.lab.running.run_notebooks import exit_if_interrupted, parsed
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}
@@ -116,33 +113,15 @@ def refresh(
     return done
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; exit with 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
-    parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")
     parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
-    arguments = parser.parse_args(argv)
-    if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
-        raise NotebookError(f"timeout must be above 0 and finite, not {arguments.timeout:g}")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
-    try:
-        given = _arguments(argv)
-        notebooks = select(given.notebooks, given.select)
-        with Interruption() as interruption, nullcontext() if given.without_png else browser() as renderer:
-            done = refresh(notebooks, renderer, given.timeout, interruption)
-    except (RoseError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if len(done) < len(notebooks):
-        names = (path.stem for path in notebooks)
-        print(interruption.told((path.stem for path in done), names), file=sys.stderr)
-        return interruption.exit_code
-    return 0
+    given, notebooks = parsed(parser, argv)
+    with Interruption() as interruption, nullcontext() if given.without_png else browser() as renderer:
+        done = refresh(notebooks, renderer, given.timeout, interruption)
+    exit_if_interrupted(interruption, (path.stem for path in done), notebooks)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,7 @@ import yaml
 
 import rosellm
 from rosellm.atomic import replacing
-from rosellm.command_line import OneLineParser
-from rosellm.errors import RoseError
+from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.running.execution import Executed, NotebookError, Outcome, execute, run_here
 from rosellm.lab.running.gallery import outcomes_in, publish_gallery
 from rosellm.lab.running.interruption import Interruption
@@ -182,53 +181,49 @@ def _changed(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
-    width = max(len("notebook"), *(len(one.name) for one in outcomes))
-    rows = [
-        f"{one.name:<{width}}  {one.seconds:7.1f}  {one.status}{f' on {one.machine}' if one.machine else ''}"
-        for one in outcomes
-    ]
-    return "\n".join([f"{'notebook':<{width}}  seconds  status", *rows])
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+def parsed(parser: OneLineParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Path]]:
+    """Parse a command line after adding the options that choose notebooks; return it and the chosen ones."""
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
-    parser.add_argument("--output", type=Path, default=Path("build"), help="folder of the results")
     parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
-    parser.add_argument("--parameters", default="", help="name=value pairs, space separated")
-    parser.add_argument("--workers", type=int, default=2, help="notebooks at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")
+    given = parser.parse_args(argv)
+    if not 0 < given.timeout <= threading.TIMEOUT_MAX:
+        raise NotebookError(f"timeout must be above 0 and finite, not {given.timeout:g}")
+    return given, select(given.notebooks, given.select)
+
+
+def exit_if_interrupted(interruption: Interruption, done: Iterable[str], notebooks: Sequence[Path]) -> None:
+    """Say what is done, and exit with the signal's status, if notebooks are missing from ``done``."""
+    names, done = [path.stem for path in notebooks], set(done)
+    if interruption.number is not None and done < set(names):
+        print(interruption.told([name for name in names if name in done], names), file=sys.stderr)
+        raise SystemExit(interruption.exit_code)
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; exit with 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("build"), help="folder of the results")
+    parser.add_argument("--parameters", default="", help="name=value pairs, space separated")
+    parser.add_argument("--workers", type=whole_number(1), default=2, help="notebooks at a time")
     add_cluster_option(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.workers < 1 or not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
-        given = f"{arguments.workers} and {arguments.timeout:g}"
-        raise NotebookError(f"workers must be 1 or more and timeout above 0 and finite, not {given}")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
-    try:
-        with Interruption() as interruption:
-            given = _arguments(argv)
-            notebooks = select(given.notebooks, given.select)
-            parameters = parse_parameters(given.parameters)
-            limits = given.workers, given.timeout
-            outcomes = run(notebooks, given.output, parameters, *limits, interruption, given.cluster)
-    except (RoseError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if len(outcomes) < len(notebooks):
-        done = (outcome.name for outcome in outcomes)
-        print(interruption.told(done, (path.stem for path in notebooks)), file=sys.stderr)
-        return interruption.exit_code
-    print(_table(outcomes))
+    with Interruption() as interruption:
+        given, notebooks = parsed(parser, argv)
+        parameters, limits = parse_parameters(given.parameters), (given.workers, given.timeout)
+        outcomes = run(notebooks, given.output, parameters, *limits, interruption, given.cluster)
+    exit_if_interrupted(interruption, (one.name for one in outcomes), notebooks)
+    width = max(len(one.name) for one in outcomes)
+    print(f"{'notebook':<{width}}  seconds  status")
+    for one in outcomes:
+        place = f" on {one.machine}" if one.machine else ""
+        print(f"{one.name:<{width}}  {one.seconds:7.1f}  {one.status}{place}")
     print(f"gallery: {given.output / 'index.html'}")
     failures = [outcome for outcome in outcomes if outcome.status != "ok"]
     for outcome in failures:
         print(f"FAILED {outcome.name}: {outcome.error}", file=sys.stderr)
-    return 1 if failures else 0
+    if failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

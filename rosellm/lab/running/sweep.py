@@ -83,7 +83,9 @@ class Sweep:
         with tqdm(total=len(tasks), unit=unit, disable=not tasks) as bar:
             for name, finished in self._run(tasks, on_gpu):
                 bar.update()
-                tqdm.write(f"[{finished.seconds:6.1f} s] {name}{_place(finished)}")
+                where = f" on {finished.machine}" if finished.machine else ""
+                told = f": {finished.error}" if finished.error else ""
+                tqdm.write(f"[{finished.seconds:6.1f} s] {name}{where}{told}")
                 yield name, finished
 
     def call(self, task: Callable[[], Any], on_gpu: bool) -> Any:
@@ -102,7 +104,10 @@ class Sweep:
         remote = self._ray.remote(scheduling_strategy="SPREAD", **options)(_execute)
         calls = {remote.remote(task): name for name, task in tasks.items()}
         for call in self._finishing(list(calls), "GPU" if on_gpu else "CPU"):
-            yield calls[call], self._taken(call)
+            try:
+                yield calls[call], self._ray.get(call)
+            except self._ray.exceptions.RayError as error:
+                yield calls[call], Finished(error=in_one_line(getattr(error, "cause", None) or error))
 
     def _finishing(self, calls: list[Any], resource: str) -> Iterator[Any]:
         """Yield the calls as they finish, until the interruption."""
@@ -117,14 +122,6 @@ class Sweep:
                     f"{len(calls)} tasks are left, and the Ray cluster has had no {resource} for "
                     f"{ABSENT_S:g} s; the same command continues there"
                 )
-
-    def _taken(self, call: Any) -> Finished:
-        try:
-            return self._ray.get(call)
-        except self._ray.exceptions.RayTaskError as error:
-            return Finished(error=in_one_line(error.cause or error))
-        except self._ray.exceptions.RayError as error:
-            return Finished(error=in_one_line(error))
 
 
 def add_cluster_option(parser: ArgumentParser) -> None:
@@ -153,11 +150,6 @@ def _execute(task: Callable[[], Any]) -> Finished:
     finally:
         signal.signal(signal.SIGTERM, before)
     return Finished(machine, monotonic() - started, value)
-
-
-def _place(finished: Finished) -> str:
-    where = f" on {finished.machine}" if finished.machine else ""
-    return f"{where}: {finished.error}" if finished.error else where
 
 
 def _stage(folder: Path, notebooks: Path | None) -> None:

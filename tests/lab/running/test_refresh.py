@@ -12,16 +12,21 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.figures.charts import PLOTLY
+from rosellm.lab.running import refresh_notebooks
 from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.refresh_notebooks import add_pictures, draw, main, renewed
-from tests.lab.running.test_run_notebooks import wait_until
+from rosellm.lab.running.refresh_notebooks import add_pictures, draw, renewed
+from tests.lab.running.test_run_notebooks import status_of, wait_until
 from tests.roseinfer.ranks import is_running
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     return ["--notebooks", str(tmp_path), "--without-png"]
+
+
+def main(arguments: list[str]) -> int:
+    return status_of(refresh_notebooks.main, arguments)
 
 
 def save(folder: Path, name: str, *sources: str) -> Path:

@@ -20,10 +20,10 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from rosellm.lab.running import execution
+from rosellm.lab.running import execution, run_notebooks
 from rosellm.lab.running.execution import NotebookError, execute
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.run_notebooks import check_parameters, main, parse_parameters, run, select
+from rosellm.lab.running.run_notebooks import check_parameters, parse_parameters, run, select
 from tests.roseinfer.ranks import is_running
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +41,18 @@ def save(folder: Path, name: str, *sources: str, parameters: str = "batch = 4\nq
     folder.mkdir(exist_ok=True)
     nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), path)
     return path
+
+
+def status_of(command, arguments: list[str]) -> int:
+    """The exit status of a command's ``main``."""
+    try:
+        return command(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+def main(arguments: list[str]) -> int:
+    return status_of(run_notebooks.main, arguments)
 
 
 def printed(path: Path) -> str:

@@ -24,6 +24,7 @@ from rosellm.lab.running import run_notebooks, sweep
 from rosellm.lab.running.execution import Executed, Outcome
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished, Sweep
+from tests.lab.running.test_run_notebooks import status_of
 
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
@@ -35,7 +36,7 @@ class LostError(Exception):
 class FakeRay:
     """What a sweep needs of Ray: runs a task when its result is fetched, the last one given first."""
 
-    exceptions = SimpleNamespace(RayError=LostError, RayTaskError=ZeroDivisionError)
+    exceptions = SimpleNamespace(RayError=LostError)
 
     def __init__(self, **resources: float) -> None:
         self.resources, self.options = resources, {}
@@ -210,7 +211,7 @@ def test_results_are_published_where_a_local_run_has_them_and_failures_make_the_
 ):
     build = tmp_path / "build"
     command = ["--notebooks", str(folder), "--output", str(build), "--cluster", "head:6379"]
-    assert run_notebooks.main([*command, "--parameters", "device=cuda"]) == 1
+    assert status_of(run_notebooks.main, [*command, "--parameters", "device=cuda"]) == 1
     assert Machines.asked == [("a", True), ("b", True), ("lost", True)]
     out, err = capsys.readouterr()
     assert "ok on far" in out and err == "FAILED lost: lost\n"

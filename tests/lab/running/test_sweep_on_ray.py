@@ -23,7 +23,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from rosellm.cluster import runtime
 from rosellm.environment import environment
 from rosellm.lab import measure
-from rosellm.lab.running.run_notebooks import main
+from tests.lab.running.test_run_notebooks import main
 from tests.roseinfer.ranks import is_running
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
