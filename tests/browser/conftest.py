@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread, Timer
+from time import monotonic, sleep
 
 import nbformat
 import pytest
@@ -63,10 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(chromium, folder: Path) -> Iterator[tuple[str, str]]:
     """Address and token of a JupyterLab that has its settings, like its notebooks, to itself."""
     server = subprocess.Popen(
-        [sys.executable, *LAB], cwd=folder, env=_environment(folder.parent), stderr=subprocess.PIPE, text=True
+        [sys.executable, *LAB], cwd=folder, env=_environment(folder.parent), stderr=subprocess.DEVNULL
     )
     try:
-        yield _address(server)
+        yield _address(server, folder.parent / "runtime")
     finally:
         server.terminate()
         server.wait(START_S)
@@ -83,18 +81,15 @@ def _environment(home: Path) -> dict[str, str]:
     return inherited | own | {"IPYTHONDIR": str(home / "ipython"), "OMP_NUM_THREADS": "1"}
 
 
-def _address(server: subprocess.Popen) -> tuple[str, str]:
-    """Read from what the server says once it listens; the rest of its log is kept from filling the pipe."""
-    limit = Timer(START_S, server.kill)
-    limit.start()
-    said = []
-    for line in server.stderr:
-        said.append(line)
-        if found := re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", line):
-            limit.cancel()
-            Thread(target=deque(maxlen=0).extend, args=(server.stderr,), daemon=True).start()
-            return found[1], found[2]
-    raise RuntimeError(f"JupyterLab did not start:\n{''.join(said)}")
+def _address(server: subprocess.Popen, runtime: Path) -> tuple[str, str]:
+    """Read the file in which a server tells its address and token once it listens."""
+    end = monotonic() + START_S
+    while not (told := list(runtime.glob("jpserver-*.json"))):
+        assert server.poll() is None and monotonic() < end, "JupyterLab did not start"
+        sleep(0.2)
+    sleep(0.5)  # until it is whole
+    info = json.loads(told[0].read_text())
+    return info["url"].rstrip("/"), info["token"]
 
 
 @pytest.fixture(scope="module", params=OPENED)
