@@ -15,7 +15,9 @@ import nbformat
 import pytest
 
 from rosellm.errors import RoseError
-from rosellm.lab.records import jobs
+from rosellm.lab import measure
+from rosellm.lab.records import registry
+from rosellm.lab.records.experiment import Experiment
 from rosellm.lab.records.notebooks import ACTS
 from rosellm.lab.running.page import question, title
 
@@ -65,18 +67,20 @@ def test_a_python_command_is_of_a_module_that_takes_its_options(command, monkeyp
     if name == "rosellm.lab.measure":
         (given,) = parsed.value.args
         given.device = "cpu"
-        monkeypatch.setattr(jobs, "NEEDS_GPU", ())
-        assert jobs.plan(given)[1]
+        given.options = [name for name in measure.OPTIONS if name in given]
+        monkeypatch.setattr(Experiment, "check", lambda *_given: None)
+        assert registry.plan(given)
 
 
-@pytest.mark.parametrize("wrong", ["--experiments nonsense", "--rungs nonsense", "--workloads W99"])
+@pytest.mark.parametrize("wrong", ["nonsense", "W3-nonsense", "W99"])
 def test_a_name_that_measure_does_not_know_would_be_found(wrong, monkeypatch):
     stop_after_parsing(monkeypatch)
     with pytest.raises(Parsed) as parsed:
         importlib.import_module("rosellm.lab.measure").main(["--output", "x", "--device=cpu", *wrong.split()])
     monkeypatch.undo()
+    (given,) = parsed.value.args
     with pytest.raises(RoseError, match=r"nonsense|W99"):
-        jobs.plan(*parsed.value.args)
+        registry.plan(argparse.Namespace(**vars(given), options=[]))
 
 
 @pytest.mark.slow

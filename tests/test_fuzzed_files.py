@@ -237,7 +237,7 @@ COMMANDS = [
     measuring("--device tpu", "invalid choice: 'tpu'", "'cuda', 'cpu'"),
     measuring("--load-format gguf", "invalid choice: 'gguf'", "'auto', 'dummy'"),
     measuring("--output file", "File exists: 'file'"),
-    measuring(["--experiments", "", "--workloads", "W0", "--model", "gpt5"], "for 'gpt5'", "rose-tiny"),
+    measuring(["W0", "--model", "gpt5"], "for 'gpt5'", "rose-tiny"),
     diagnosing(f"--batch {nines}", "--batch", "too large; use at most 4096"),
     diagnosing("--context 489", "context 489", "512 positions; use a context of at most 488"),
     diagnosing("--rung paged --transformers", "which --transformers does not run; give only one of them"),

@@ -4,14 +4,16 @@ import json
 import os
 import platform
 import signal
-from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
 from rosellm.lab.records import recordings, rungs, step_records
-from rosellm.lab.records.sizes import SIZES, positions_needed
+from rosellm.lab.records.experiment import Asked
+from rosellm.lab.records.registry import DEFAULT, EXPERIMENTS, Job, plan
+from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_time import StepTimes
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
@@ -19,60 +21,37 @@ from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER
 
-SMALL = ["--device", "cpu"]
+SMALL = ["--device=cpu"]
 
 
-@pytest.mark.slow
-def test_a_record_tells_the_model_that_was_measured_and_the_size(tmp_path, monkeypatch):
-    for name in ("equality", "kv_pressure", "bookkeeping"):
-        monkeypatch.setitem(recordings.EXPERIMENTS, name, lambda arguments: {})
-    given = ["--experiments", "equality,kv_pressure,bookkeeping", "--model", "gpt2", "--size", "small"]
-    assert measure.main([*SMALL, "--output", str(tmp_path), "--workloads", "", *given]) == 0
-
-    def told(name):
-        record = json.loads((tmp_path / f"{name}.json").read_text())
-        return record.get("model"), record.get("size")
-
-    assert told("equality") == (SHIPPED, "small")  # always measured on that one
-    assert told("kv_pressure") == ("gpt2", "small")
-    assert told("bookkeeping") == (None, None)  # of Python alone
-
-
-def test_unknown_workloads_rungs_and_experiments_are_told_before_anything_runs(tmp_path, capsys):
-    for option, known in (("--workloads", "W0"), ("--rungs", "dense"), ("--experiments", "counts")):
-        assert measure.main([*SMALL, "--output", str(tmp_path / "out"), option, "W99"]) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1 and "W99" in message and known in message
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
-    arguments = [*SMALL, "--output", str(tmp_path), "--workloads", "", "--experiments", "bookkeeping"]
-    assert measure.main(arguments) == 0
-    record = json.loads((tmp_path / "bookkeeping.json").read_text())
-    assert record["kind"] == "bookkeeping" and record["environment"]["device_name"]
-    assert set(record["figures"]["8"]) == {"tuple", "slots"}
+def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_python_alone_neither(tmp_path):
+    assert measure.main([*SMALL, f"--output={tmp_path}", "bookkeeping", "D1", "--repeats=1"]) == 0
+    bookkeeping = json.loads((tmp_path / "bookkeeping.json").read_text())
+    assert bookkeeping["kind"] == "bookkeeping" and bookkeeping["environment"]["device_name"]
+    assert set(bookkeeping["figures"]["8"]) == {"tuple", "slots"} and "model" not in bookkeeping
+    run = json.loads((tmp_path / SHIPPED / "D1.json").read_text())
+    assert run["workload"] == "D1" and "max_new_tokens=8 for 512" in run["not_comparable"]
+    assert len(run["results"]["offline"]["repeats"]) == 1
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
-        (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
+        ("W99", "'W99' is unknown; use W0-…, W1-…"),
+        ("W1-dense W0-dense --model rose-tiny", "W0-dense needs 513 positions; the model has 512"),
+        ("W1-dense W1-autotune", "rung 'autotune' needs a GPU"),
         (
-            ["--workloads", "W1", "--rungs", "dense,persistent_kernel", "--model", "rose-tiny-qwen3"],
+            "W1-persistent_kernel --model rose-tiny-qwen3",
             "rung 'persistent_kernel': exhibit='persistent_layers' cannot run a model of family qwen3",
         ),
-        (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
-        (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),
-        (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
+        ("bookkeeping autotune", "autotune needs a GPU"),
+        ("lengths-64", "lengths-64 needs a GPU"),
+        ("bookkeeping grid --model rose-tiny", "grid needs 1014 positions"),
+        ("counts --context 5", "counts takes no --context"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_path, capsys):
-    given = {"--workloads": "", "--experiments": ""} | dict(zip(asked[::2], asked[1::2], strict=True))
-    options = [text for pair in given.items() for text in pair]
-    assert measure.main(["--device=cpu", "--size=full", f"--output={tmp_path / 'out'}", *options]) == 2
+def test_what_cannot_be_measured_is_told_in_one_line_before_anything_runs(asked, told, tmp_path, capsys):
+    assert measure.main(["--device=cpu", "--size=full", f"--output={tmp_path / 'out'}", *asked.split()]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and told in message
     assert not (tmp_path / "out").exists()
@@ -80,49 +59,31 @@ def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_
 
 @pytest.mark.slow
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
-    options = ["--device=cpu", f"--output={tmp_path}", "--rungs=dense", "--repeats=1"]
-    assert measure.main([*options, "--workloads=W2,W7", "--experiments=counts"]) == 0
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert counts["model"] == "rose-tiny" and set(counts["figures"]) == {"4", "4 mixed"}
-    assert set(counts["figures"]["4"]) == {"dense", "paged"}
-    record = json.loads((tmp_path / "W7-dense.json").read_text())
-    assert "prompt_tokens=96 for 512" in record["not_comparable"]
+    known = {rung: LADDER[rung] for rung in ("dense", "autotune", "persistent_kernel", "paged")}
+    monkeypatch.setattr(rungs, "LADDER", known)
+    given = ["W2", "W7-dense", "counts", "equality", "--model=rose-tiny-qwen3", "--repeats=1"]
+    assert measure.main([*SMALL, f"--output={tmp_path}", *given]) == 0
+    folder = tmp_path / "rose-tiny-qwen3"
+    assert sorted(path.stem for path in folder.iterdir()) == ["W2-dense", "W2-paged", "W7-dense", "counts"]
+    counts = json.loads((folder / "counts.json").read_text())
+    assert counts["model"] == "rose-tiny-qwen3" and set(counts["figures"]) == {"4", "4 mixed"}
+    assert list(counts["figures"]["4"]) == ["dense", "paged"]
+    equality = json.loads((tmp_path / "equality.json").read_text())
+    assert equality["model"] == SHIPPED and equality["size"] == "small"
+    assert list(equality["figures"]["float32"]) == ["dense", "persistent_kernel", "paged"]
     said = capsys.readouterr()
     assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
     assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 
 @pytest.mark.slow
-def test_rungs_that_cannot_run_the_model_are_left_out_unless_they_are_named(tmp_path, monkeypatch):
-    known = {rung: LADDER[rung] for rung in ("dense", "persistent_kernel", "paged")}
-    monkeypatch.setattr(rungs, "LADDER", known)
-    options = ["--device=cpu", f"--output={tmp_path}", "--model=rose-tiny-qwen3", "--repeats=1"]
-    assert measure.main([*options, "--workloads=W0", "--experiments=counts,equality"]) == 0
-    names = ("W0-dense", "W0-paged", "counts", "equality")
-    figures = {name: json.loads((tmp_path / f"{name}.json").read_text()).get("figures") for name in names}
-    assert sorted(path.stem for path in tmp_path.iterdir()) == list(names)
-    assert list(figures["counts"]["4"]) == ["dense", "paged"]
-    assert list(figures["equality"]["float32"]) == list(known)  # of the shipped model, which all can run
-
-
-def test_the_help_says_that_experiments_do_not_follow_rungs(capsys):
-    with pytest.raises(SystemExit):
-        measure.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "for workloads only; default: all; experiments always run all" in said
-
-
-@pytest.mark.slow
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
     monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
-    names = "steps-W1,ablations-W1,leave_one_out-W1"
-    assert (
-        measure.main(["--device=cpu", f"--output={tmp_path}", "--workloads=", f"--experiments={names}"]) == 0
-    )
+    names = ["steps-W1", "ablations-W1", "leave_one_out-W1"]
+    assert measure.main([*SMALL, f"--output={tmp_path}", *names]) == 0
     figures = {
-        name: json.loads((tmp_path / f"{name}.json").read_text())["figures"] for name in names.split(",")
+        name: json.loads((tmp_path / SHIPPED / f"{name}.json").read_text())["figures"] for name in names
     }
     assert list(figures["steps-W1"]["turns_us"]) == ["dense", "dependent_launch"]
     between = figures["ablations-W1"]["fused_head"]["turns_us"]
@@ -134,14 +95,31 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
 
 @pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
 def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
-    asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=SIZES[size])
+    asked = Asked(SHIPPED, "auto", "cpu", SIZES[size], Path())
     measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
     monkeypatch.setattr(
         recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
     )
     batch, context = sizes
     expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
-    assert recordings.EXPERIMENTS["lengths-64"](asked) == expected
+    assert recordings.lengths(asked, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "load_format", "folder"),
+    [
+        ("arrivals", "rose-tiny", "auto", "rose-tiny"),
+        ("arrivals --size full", "gpt2", "dummy", "."),
+        ("W1-dense --size full --model Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "dummy", "Qwen3-0.6B"),
+        ("D1 --size full", "Qwen/Qwen3-0.6B", "dummy", "Qwen3-0.6B"),
+        ("sampling_steps --size full", "gpt2", "dummy", "gpt2"),
+        ("bookkeeping --model gpt2", SHIPPED, "auto", "."),
+    ],
+)
+def test_the_model_and_the_folder_follow_from_the_experiment_and_the_size(given, model, load_format, folder):
+    (job,) = plan(measure.parse([*SMALL, "--output=out", *given.split()]))
+    assert (job.asked.model, job.asked.load_format) == (model, load_format)
+    assert job.path.parent == Path("out") / folder
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
@@ -149,9 +127,10 @@ def test_a_full_size_changes_no_workload(workload):
     assert SIZES["full"].of(workload) == workload
 
 
-def test_every_job_of_either_size_fits_the_model_that_is_its_default():
+def test_every_experiment_of_either_size_fits_the_model_that_is_its_default():
     for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        assert max(positions_needed(SIZES[size]).values()) <= shape.n_positions
+        needed = [EXPERIMENTS[name].positions(SIZES[size]) for name in DEFAULT if name in EXPERIMENTS]
+        assert max(needed) <= shape.n_positions
 
 
 class Machines:
@@ -187,9 +166,9 @@ class Machines:
 def swept(tmp_path, monkeypatch):
     """Runs the command over a fake cluster; its exit status."""
     monkeypatch.setattr(measure, "Sweep", Machines)
-    out, small = f"--output={tmp_path / 'out'}", ("--workloads=W1", "--rungs=dense", "--repeats=1")
+    out = f"--output={tmp_path / 'out'}"
     return lambda *options: measure.main(
-        ["--cluster=head:6379", out, *small, "--experiments=bookkeeping", *options]
+        ["--cluster=head:6379", out, "bookkeeping", "W1-dense", "--repeats=1", *options]
     )
 
 
@@ -199,20 +178,20 @@ def test_a_sweep_lists_what_failed_and_the_next_one_makes_only_that(swept, tmp_p
     assert swept() == 2
     told = "FAILED bookkeeping: lost\nerror: 1 of 2 records are missing; the same command continues there\n"
     assert capsys.readouterr().err == told
-    made = tmp_path / "out/W1-dense.json"
+    made = tmp_path / "out/rose-tiny/W1-dense.json"
     before = made.stat().st_mtime_ns
     assert [path.name for path in made.parent.iterdir()] == [made.name]
     assert json.loads(made.read_text())["environment"]["machine"] == platform.node()
     monkeypatch.setattr(Machines, "fails", ())
     assert swept() == 0
     assert Machines.ran == ["bookkeeping"] and made.stat().st_mtime_ns == before
-    assert f"1 of 2 records are in {made.parent} already" in capsys.readouterr().out
+    assert f"1 of 2 records are in {tmp_path / 'out'} already" in capsys.readouterr().out
 
 
 def test_a_sweep_that_is_interrupted_keeps_what_is_finished(swept, tmp_path, capsys, monkeypatch):
-    def make_record(name: str, *_given: object) -> dict:
+    def make_record(job: Job) -> dict:
         os.kill(os.getpid(), signal.SIGTERM)
-        return {"kind": name}
+        return {"kind": job.name}
 
     monkeypatch.setattr(measure, "make_record", make_record)
     with pytest.raises(SystemExit) as leaving:
@@ -225,9 +204,9 @@ def test_a_sweep_that_is_interrupted_keeps_what_is_finished(swept, tmp_path, cap
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["--workloads=W99"], "workload 'W99' is unknown"),
-        (["--rungs=autotune"], "rung 'autotune' needs a GPU"),
-        (["--experiments=ceilings"], "experiment 'ceilings' needs a GPU"),
+        (["W99"], "'W99' is unknown"),
+        (["W1-autotune"], "rung 'autotune' needs a GPU"),
+        (["ceilings"], "ceilings needs a GPU"),
     ],
 )
 def test_what_the_machines_cannot_run_is_told_before_anything_is_made(swept, tmp_path, capsys, asked, told):
@@ -239,16 +218,6 @@ def test_what_the_machines_cannot_run_is_told_before_anything_is_made(swept, tmp
 
 @pytest.mark.gpu
 def test_a_workload_is_recorded_on_a_gpu(tmp_path):
-    arguments = [
-        "--output",
-        str(tmp_path),
-        "--workloads",
-        "W1",
-        "--rungs",
-        "reused_index_buffers",
-        "--experiments",
-        "",
-    ]
-    assert measure.main(arguments) == 0
+    assert measure.main(["--output", str(tmp_path), "W1-reused_index_buffers"]) == 0
     record = json.loads((tmp_path / "W1-reused_index_buffers.json").read_text())
     assert len(record["results"]["online"]["repeats"]) == 3

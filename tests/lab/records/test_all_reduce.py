@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from rosellm.lab import measure
 from rosellm.lab.records import all_reduce
 from rosellm.lab.records.records import Results
 from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
@@ -19,7 +20,7 @@ FEW = ["--device=cpu", "--repeats=2", "--sizes-kb=8,32"]
 
 
 def run(capsys, folder, *options: str) -> dict:
-    assert all_reduce.main([*FEW, f"--output={folder}", *options]) == 0
+    assert measure.main(["all_reduce", *FEW, f"--output={folder}", *options]) == 0
     capsys.readouterr()
     return json.loads((folder / "all_reduce.json").read_text())
 
@@ -38,20 +39,24 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, capsys) -> None:
-    figures = run(capsys, tmp_path, "--ranks=3", "--ways=one_shot", "--sizes-kb=8")["figures"]
+    figures = run(capsys, tmp_path, "--ranks=3", "--all-reduce=one_shot", "--sizes-kb=8")["figures"]
     assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
 
 
 def test_a_way_measured_alone_leaves_the_others_of_the_same_sizes_in_the_record(
     tmp_path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr(
-        all_reduce, "measure", lambda plan: {**plan.facts, "us": {way: {} for way in plan.ways}}
+    monkeypatch.setattr(all_reduce, "measure", lambda plan: {"us": {way: {} for way in plan.ways}})
+    run(capsys, tmp_path, "--all-reduce=library")
+    assert list(run(capsys, tmp_path, "--all-reduce=one_shot")["figures"]["us"]) == [
+        "none",
+        "library",
+        "one_shot",
+    ]
+    assert (
+        measure.main(["all_reduce", *FEW, f"--output={tmp_path}", "--all-reduce=one_shot", "--sizes-kb=8"])
+        == 2
     )
-    monkeypatch.setattr(all_reduce, "_told", lambda *_given: [])
-    run(capsys, tmp_path, "--ways=library")
-    assert list(run(capsys, tmp_path, "--ways=one_shot")["figures"]["us"]) == ["none", "library", "one_shot"]
-    assert all_reduce.main([*FEW, f"--output={tmp_path}", "--ways=one_shot", "--sizes-kb=8"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose library, measured with another sizes_kb" in said
 
@@ -69,14 +74,14 @@ def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
     "options, told",
     [
         (["--sizes-kb=8,12"], "12 KB is not a whole number of rows, of 8 KB each"),
-        (["--sizes-kb=8,x"], "'8,x' is not a list of sizes in KB"),
-        (["--ways=ring"], "way 'ring' is unknown; use library, one_shot"),
+        (["--sizes-kb=8,x"], "'x' is not a whole number"),
+        (["--all-reduce=ring"], "'ring' is unknown; use library, one_shot"),
         (["--ranks=1"], "--ranks"),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line_before_a_rank_starts(tmp_path, capsys, options, told) -> None:
     with pytest.raises(SystemExit, match="2"):
-        sys.exit(all_reduce.main(["--device=cpu", f"--output={tmp_path}", *options]))
+        sys.exit(measure.main(["all_reduce", "--device=cpu", f"--output={tmp_path}", *options]))
     said = capsys.readouterr().err
     assert told in said and len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -102,7 +107,7 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
 )
 def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
     endless = ("--device=cpu", "--repeats=1000000", "--sizes-kb=8", f"--output={tmp_path}")
-    with program("-m", "rosellm.lab.records.all_reduce", *endless) as process:
+    with program("-m", "rosellm.lab.measure", "all_reduce", *endless) as process:
         ranks = spawned_by(process, 2)
         time.sleep(after_s)
         os.kill(process.pid, how)
@@ -114,7 +119,12 @@ def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_sum_in_every_way_and_one_shot_beats_the_library_for_one_row(tmp_path) -> None:
-    assert all_reduce.main(["--device=cuda", "--repeats=5", "--sizes-kb=8,512", f"--output={tmp_path}"]) == 0
+    assert (
+        measure.main(
+            ["all_reduce", "--device=cuda", "--repeats=5", "--sizes-kb=8,512", f"--output={tmp_path}"]
+        )
+        == 0
+    )
     us = json.loads((tmp_path / "all_reduce.json").read_text())["figures"]["us"]
     assert set(us) == set(all_reduce.WAYS)
     assert us["one_shot"]["8"]["median"] < us["library"]["8"]["median"]

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rosellm.bench.arrivals import poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.lab.records import arrivals
+from rosellm.lab import measure
+from rosellm.lab.records import arrivals, experiment
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.scale.simulation import simulated_run
+from rosellm.models.loading import load_parts
 from tests.helpers import small_config
 
 ROOT = Path(__file__).parents[3]
-SMALL = ["--device=cpu", "--seconds=1"]
+SMALL = ["--device=cpu"]
+LONG = ["long_prompt", "long_prompt_joined"]
 
 
 def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
@@ -34,7 +36,10 @@ def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
 
 @pytest.mark.slow
 def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
-    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--limits-ms=60000,60000"]) == 0
+    assert (
+        measure.main(["arrivals", *SMALL, "--seconds=1", f"--output={tmp_path}", "--limits-ms=60000,60000"])
+        == 0
+    )
     record = json.loads((tmp_path / "rose-tiny" / "arrivals.json").read_text())
     figures = record["figures"]
     assert record["kind"] == "arrivals" and record["rung"] and figures["limits_s"] == [60.0, 60.0]
@@ -47,8 +52,7 @@ def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_p
         assert run["completion_tokens"] == 8 * len(requests) and run["within_limits_share"] == 1
     assert ServingTimes.from_dict(figures["times"]).rows == (1, 2, 4)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("50% of capacity") and said[-1].endswith("the model has 512 positions")
-    assert not (tmp_path / "rose-tiny" / "long_prompt.json").exists()
+    assert said[0].startswith("50% of capacity")
 
 
 @pytest.mark.slow
@@ -56,8 +60,8 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
-    monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, (64,), None, None, None))
-    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
+    monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, (512,), None, None, None))
+    assert measure.main([*LONG, *SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
     for name, exhibit in {"long_prompt": "none", "long_prompt_joined": "one_pass"}.items():
         record = json.loads((tmp_path / "rose-tiny" / f"{name}.json").read_text())
         assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
@@ -71,19 +75,16 @@ def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(t
     asked = {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}
     path = tmp_path / "rose-tiny" / "long_prompt_joined.json"
     path.write_text(json.dumps({"options": asked}))
-    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
+    assert measure.main(["long_prompt_joined", *SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{path} would lose chunks of 128" in said
     assert [file.name for file in (tmp_path / "rose-tiny").iterdir()] == [path.name]
 
 
 def test_a_long_prompt_needs_positions_for_itself_and_its_token(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(arrivals, "_arrivals_record", lambda *_given: {})
-    gpt = SimpleNamespace(config=small_config(n_positions=16_000))
-    monkeypatch.setattr(arrivals, "load_parts", lambda *_given: (gpt, None))
-    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 0
-    told = "long prompt: left out, it needs 16001 positions and the model has 16000 positions"
-    assert capsys.readouterr().out.splitlines()[-1] == told
+    monkeypatch.setattr(experiment, "arch_of", lambda *_given: small_config(n_positions=16_000))
+    assert measure.main([*LONG, *SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
+    assert capsys.readouterr().err == "error: long_prompt needs 16001 positions; the model has 16000\n"
 
 
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
@@ -103,7 +104,7 @@ def test_running_requests_have_a_token_for_every_chunk_of_the_long_prompt(chunks
 @pytest.mark.parametrize("limits", ["5", "a,b", "0,4", "1,2,3", "nan,1"])
 def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        arrivals.main(["--output", str(tmp_path), "--limits-ms", limits])
+        measure.main(["arrivals", "--output", str(tmp_path), "--limits-ms", limits])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and limits in said
 
@@ -112,7 +113,7 @@ def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
 def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     """Its throughput, which waiting for requests and steps both make; the machine may be busy."""
     workload = Size(rows=4, requests=4, new_tokens=16, prompt=48).of(WORKLOADS["W8"])
-    gpt, tokenizer = arrivals.load_parts("rose-tiny", "cpu")
+    gpt, tokenizer = load_parts("rose-tiny", "cpu")
     engine = arrivals.streaming_engine(gpt, tokenizer, arrivals.streaming_options(workload, 4))
     options = arrivals.streaming_options(workload, 24)
     live, steps = arrivals.watched_run(engine, options, (60.0, 60.0))

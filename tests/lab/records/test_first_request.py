@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import new_tokens
-from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
+from rosellm.lab import measure
 from rosellm.lab.records import first_request
 from rosellm.lab.records.first_process import first_run
-from rosellm.lab.records.measured_model import folder_of, settle
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_model
 
@@ -64,7 +62,7 @@ def test_the_record_has_each_process_with_an_empty_and_with_the_filled_cache(
     tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(first_request, "first_process", process)
-    assert first_request.main(["--device=cpu", f"--output={tmp_path}", "--repeats=2"]) == 0
+    assert measure.main(["first_request", "--device=cpu", f"--output={tmp_path}", "--repeats=2"]) == 0
     record = json.loads((tmp_path / "rose-tiny" / "first_request.json").read_text())
     assert record["kind"] == "first_request" and record["environment"]["device_name"]
     found = record["figures"]["processes"]
@@ -88,22 +86,7 @@ def test_a_record_that_cannot_be_written_is_told_before_a_process_starts(
     (tmp_path / "taken").touch()
     (tmp_path / "rose-tiny" / "first_request.json").mkdir(parents=True)
     for output, told in ((tmp_path, "is not a regular file"), (tmp_path / "taken", "taken")):
-        assert first_request.main(["--device=cpu", f"--output={output}"]) == 2
+        assert measure.main(["first_request", "--device=cpu", f"--output={output}"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and told in said
     assert not started
-
-
-def test_a_records_model_and_folder_follow_from_the_size_and_the_workload(tmp_path) -> None:
-    def settled(**given: object) -> tuple[str, str]:
-        asked = {"device": "cpu", "size": None, "model": None, "load_format": None} | given
-        made = settle(Namespace(**asked), WORKLOADS["W8"])
-        return made.model, made.load_format
-
-    assert settled() == ("rose-tiny", "auto")
-    assert settled(size="full") == ("gpt2", "dummy")
-    assert settled(model="rose-tiny-qwen3") == ("rose-tiny-qwen3", "auto")
-    assert settled(model="Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "dummy")
-    assert folder_of(tmp_path, "gpt2", WORKLOADS["W8"]) == tmp_path
-    assert folder_of(tmp_path, "Qwen/Qwen3-0.6B", WORKLOADS["W8"]) == tmp_path / "Qwen3-0.6B"
-    assert (tmp_path / "Qwen3-0.6B").is_dir()

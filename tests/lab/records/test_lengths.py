@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rosellm.errors import OptionError, RecipeError
-from rosellm.lab import measure
-from rosellm.lab.records import jobs, lengths, step_time
+from rosellm.lab.records import lengths, step_time
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.lengths import (
     attention_kernels,
@@ -160,34 +158,3 @@ def test_rows_are_timed_whole_and_cut_whatever_an_engine_would_choose(shape, dev
     group = model.config.group
     assert launched_by == {"whole": {(group, False)}, "cut": {(group, True)}}
     assert len(steps) == 6 and all(one.us > 0 for one in steps.values())
-
-
-@pytest.mark.slow
-def test_at_full_size_another_models_records_go_to_a_folder_of_its_own_beside_gpt2s(tmp_path):
-    ours = tmp_path / "bookkeeping.json"
-    ours.write_text("gpt2's")
-    given = ["--device=cpu", "--size=full", "--workloads=", "--experiments=bookkeeping"]
-    assert measure.main([*given, "--model=rose-tiny", f"--output={tmp_path}"]) == 0
-    assert ours.read_text() == "gpt2's" and (tmp_path / "rose-tiny" / "bookkeeping.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("model", "size", "folder"),
-    [
-        ("gpt2", "full", "."),
-        ("Qwen/Qwen3-0.6B", "full", "Qwen3-0.6B"),
-        ("meta-llama/Llama-3.2-1B", "full", "Llama-3.2-1B"),
-        ("rose-tiny-qwen3", "small", "."),  # made where no records of GPT-2 are
-    ],
-)
-def test_jobs_are_planned_for_the_folder_of_the_model_which_is_not_made_yet(
-    model, size, folder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        jobs, "load_parts", lambda *_given: (random_model(0, small_config(n_positions=1024)), None)
-    )
-    asked = {"model": model, "size": size, "device": "cpu", "load_format": None, "rungs": None}
-    asked |= {"workloads": "", "experiments": "bookkeeping", "output": tmp_path / "out"}
-    planned, found = jobs.plan(Namespace(**asked))
-    assert planned.output == tmp_path / "out" / folder and list(found) == ["bookkeeping"]
-    assert not (tmp_path / "out").exists()

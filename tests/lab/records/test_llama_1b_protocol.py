@@ -2,6 +2,7 @@
 
 import json
 
+from rosellm.lab import measure
 from rosellm.lab.records import llama_1b_protocol as protocol
 
 
@@ -9,8 +10,8 @@ def test_each_prompts_calls_are_recorded_whole_and_without_the_prefill(tmp_path,
     for name, value in {"PROMPTS": 2, "PROMPT_TOKENS": 5, "NEW_TOKENS": 4}.items():
         monkeypatch.setattr(protocol, name, value)
     given = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--repeats", "3"]
-    protocol.main([*given, "--output", str(tmp_path)])
-    record = json.loads((tmp_path / "llama_1b_protocol.json").read_text())
+    assert measure.main(["llama_1b_protocol", *given, "--output", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "rose-tiny" / "llama_1b_protocol.json").read_text())
     repeats = record["figures"]["repeats"]
     assert len(repeats) == 2 * 3 and len({one["tokens_sha256"] for one in repeats}) == 2
     for one in repeats:  # a call has one prefill more than the 3 decode steps
@@ -19,6 +20,6 @@ def test_each_prompts_calls_are_recorded_whole_and_without_the_prefill(tmp_path,
 
 
 def test_a_folder_that_cannot_hold_the_record_is_refused_before_anything_is_measured(tmp_path, capsys):
-    (tmp_path / "llama_1b_protocol.json").mkdir()
-    assert protocol.main(["--model", "rose-tiny", "--output", str(tmp_path)]) != 0
+    (tmp_path / "rose-tiny" / "llama_1b_protocol.json").mkdir(parents=True)
+    assert measure.main(["llama_1b_protocol", "--model", "rose-tiny", "--output", str(tmp_path)]) != 0
     assert "not a regular file" in capsys.readouterr().err

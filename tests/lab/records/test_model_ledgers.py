@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
-from rosellm.lab.records import model_ledgers, model_runs
+from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, WORKLOADS
+from rosellm.lab import measure
+from rosellm.lab.records import experiment, model_ledgers, recordings
 from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.ledger import Ledger, step_ledger
@@ -25,9 +26,14 @@ def tiny():
     return get_model(MODEL, "cpu")
 
 
+def shorten(monkeypatch) -> None:
+    for name, workload in SHORT.items():
+        monkeypatch.setitem(ALL_WORKLOADS, name, workload)
+
+
 def record(tmp_path, *asked: str) -> dict:
-    given = [f"--model={MODEL}", "--load-format=auto", "--device=cpu", "--workloads=", f"--output={tmp_path}"]
-    status = model_runs.main([*given, f"--ledgers={','.join(asked)}"])
+    given = [f"--model={MODEL}", "--device=cpu", "--size=full", f"--output={tmp_path}"]
+    status = measure.main(["ledgers", *given, f"--workloads={','.join(asked)}"])
     path = tmp_path / MODEL / "ledgers.json"
     return {"status": status, "figures": json.loads(path.read_text())["figures"] if path.is_file() else {}}
 
@@ -97,8 +103,8 @@ def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monke
 
     assert record(tmp_path, "W1") == {"status": 2, "figures": {}}
     assert "'W1' is unknown; use D1" in capsys.readouterr().err
-    monkeypatch.setattr(model_runs, "workload_ledger", out_of_memory)
-    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    monkeypatch.setattr(recordings, "workload_ledger", out_of_memory)
+    shorten(monkeypatch)
     found = record(tmp_path, "D1", "L32K", "D8")
     said = capsys.readouterr()
     assert found["status"] != 0 and set(found["figures"]) == {"D8"}
@@ -111,7 +117,7 @@ def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monke
 def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_and_none_of_another_is_lost(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    shorten(monkeypatch)
     pair = record(tmp_path, "D8", "PRE")["figures"]
     after = record(tmp_path, "D8")["figures"]
     assert list(after) == ["D8", "PRE"] and after["PRE"] == pair["PRE"]
@@ -120,7 +126,7 @@ def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_and_none_of_ano
     whole = json.loads(path.read_text())
     whole["environment"]["git_commit"] = "another"
     path.write_text(json.dumps(whole))
-    monkeypatch.setattr(model_runs, "load_parts", None)
+    monkeypatch.setattr(experiment, "get_parts", None)
     assert record(tmp_path, "PRE") == {"status": 2, "figures": after}
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{path} would lose D8, measured with another git_commit" in said

@@ -12,6 +12,7 @@ import torch
 from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
+from rosellm.lab import measure
 from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.records import arrivals, one_pass, passes
 from rosellm.lab.records.passes import Pass
@@ -128,7 +129,7 @@ def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() 
 def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
-    assert one_pass.main(["--device=cpu", "--repeats=2", f"--output={tmp_path}"]) == 0
+    assert measure.main(["one_pass", "--device=cpu", "--repeats=2", f"--output={tmp_path}"]) == 0
     record = json.loads((tmp_path / "rose-tiny" / "one_pass.json").read_text())
     assert record["kind"] == "one_pass" and record["workload"] == "W8" and record["model"] == "rose-tiny"
     figures = one_pass.recorded(Results(tmp_path))["rose-tiny"]
@@ -152,6 +153,6 @@ def test_nothing_recorded_is_no_figures(tmp_path) -> None:
 
 def test_a_bad_number_of_repeats_is_told_in_one_line(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        one_pass.main(["--output", str(tmp_path), "--repeats", "0"])
+        measure.main(["one_pass", "--output", str(tmp_path), "--repeats", "0"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "'0'" in said

@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from rosellm.errors import OptionError
-from rosellm.lab.records import prompt_attention
+from rosellm.lab import measure
+from rosellm.lab.records import experiment, prompt_attention
 from rosellm.lab.records.records import Results
 from tests.helpers import MODERN, small_config
 
@@ -25,7 +26,7 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
 @pytest.mark.slow
 def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
     options = ["--model=rose-tiny", "--device=cpu", "--lengths=64,9", "--tokens=128", "--repeats=2"]
-    assert prompt_attention.main([*options, f"--output={tmp_path}"]) == 0
+    assert measure.main(["prompt_attention", *options, f"--output={tmp_path}"]) == 0
     figures = prompt_attention.recorded(Results(tmp_path))["rose-tiny"]
     heads, _, head_dim = json.loads((tmp_path / "rose-tiny" / "prompt_attention.json").read_text())["heads"]
     for length, prompts in ((9, 14), (64, 2)):
@@ -39,15 +40,13 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_pa
 
 def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsys, monkeypatch) -> None:
     found = {"prompts": 1, "flop": 1, "us": {"rosellm": [1.0]}, "largest_difference": {}}
-    monkeypatch.setattr(
-        prompt_attention, "measure", lambda _arch, lengths, *_: {str(length): found for length in lengths}
-    )
+    monkeypatch.setattr(prompt_attention, "measure_length", lambda *_given: found)
     monkeypatch.setattr(prompt_attention, "told", lambda *_given: "")
-    options = ["--model=rose-tiny", "--device=cpu", f"--output={tmp_path}"]
+    options = ["prompt_attention", "--model=rose-tiny", "--device=cpu", f"--output={tmp_path}"]
     for length in (64, 9):
-        assert prompt_attention.main([*options, "--tokens=128", f"--lengths={length}"]) == 0
+        assert measure.main([*options, "--tokens=128", f"--lengths={length}"]) == 0
     assert list(prompt_attention.recorded(Results(tmp_path))["rose-tiny"]) == ["9", "64"]
-    assert prompt_attention.main([*options, "--tokens=256", "--lengths=9"]) == 2
+    assert measure.main([*options, "--tokens=256", "--lengths=9"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose 64, measured with another tokens" in said
 
@@ -67,13 +66,13 @@ def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_
     names = list(prompt_attention.ways(shape, 9, 1, device))
     refused.backend = SDPBackend.FLASH_ATTENTION
     with pytest.raises(OptionError, match="no attention library supports these heads"):
-        prompt_attention.measure(shape, [9], 9, device, 1, seconds=0.0)
+        prompt_attention.measure_length(shape, 9, 9, device, 1, seconds=0.0)
     assert names == ["rosellm", "FlashAttention"]
     assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"
 
 
 def test_a_model_with_a_window_is_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(prompt_attention, "arch_of", lambda *_: small_config(window=8))
-    assert prompt_attention.main(["--model=any", "--device=cpu", f"--output={tmp_path}"]) == 2
+    monkeypatch.setattr(experiment, "arch_of", lambda *_: small_config(window=8))
+    assert measure.main(["prompt_attention", "--model=any", "--device=cpu", f"--output={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "window of 8 tokens" in said and not list(tmp_path.iterdir())

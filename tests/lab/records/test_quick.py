@@ -8,12 +8,12 @@ import torch
 
 from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.errors import RoseError
-from rosellm.lab.records import quick
+from rosellm.lab.records import experiment, quick
+from rosellm.lab.records.bench import get_parts
 from rosellm.lab.records.machines import find_machines, this_machine
 from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited_to, work_off
-from rosellm.lab.records.recordings import EXPERIMENTS
 from rosellm.lab.records.records import REFERENCE
-from rosellm.models.loading import load_parts
+from rosellm.lab.records.registry import EXPERIMENTS
 
 CPU = torch.device("cpu")
 TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
@@ -23,7 +23,7 @@ TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
 def recorder(tmp_path, monkeypatch) -> Recorder:
     """One of three rungs, with the shipped model and a small W0 instead of GPT-2 and the whole one."""
     monkeypatch.setattr(quick, "runnable", lambda *asked: ["dense", "paged", "split_kv"])
-    monkeypatch.setattr(quick, "load_parts", lambda *asked: load_parts("rose-tiny", "cpu", "auto", "auto"))
+    monkeypatch.setattr(experiment, "get_parts", lambda *asked: get_parts("rose-tiny", "cpu"))
     for known in (WORKLOADS, ALL_WORKLOADS):
         monkeypatch.setitem(known, "W0", TINY)
     return Recorder(CPU, tmp_path)
@@ -45,8 +45,8 @@ def test_a_gpu_makes_the_short_experiments_too(recorder):
     recorder.device = torch.device("cuda")
     names = [job.name for job in recorder.jobs()]
     assert names[0] == "ceilings"
-    assert names[-8:] == list(quick.EXPERIMENTS["cuda"])
-    assert set(quick.EXPERIMENTS["cuda"]) <= {*EXPERIMENTS, "kv_append"}
+    assert names[-8:] == list(quick.QUICK["cuda"])
+    assert set(quick.QUICK["cuda"]) <= set(EXPERIMENTS)
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_the_repeat_that_warms_up_is_not_kept(monkeypatch):
         return {"repeats": [kept | {"not kept": 1}]}
 
     monkeypatch.setattr(robustness, "run_scheduler_benchmark", fake)
-    runs = robustness.in_turns({"a": engine_of(), "b": engine_of()}, [PROBE], 2, repeats=3)
+    runs = robustness.whole_runs({"a": engine_of(), "b": engine_of()}, [PROBE], 2, repeats=3)
     assert [run["total_throughput_tok_s"] for run in runs["a"]["repeats"]] == [1.0, 3.0, 2.0]
     assert (runs["a"]["tok_s"], runs["b"]["tok_s"]) == (2.0, 6.0)
 

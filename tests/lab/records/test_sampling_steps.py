@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from rosellm.lab.records import sampling_steps
+from rosellm.lab import measure
+from rosellm.lab.records import experiment, sampling_steps
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.records import Results, find
 from rosellm.lab.records.sampling_steps import (
@@ -86,7 +87,7 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
 
     turns_us = measure_modes(model, "split_kv", 1, 20, turns=2, seconds=3.0)
     names = list(modes_of(1))
-    assert [seconds for _, seconds in asked] == [0.0] * 8 + [3.0] * 16
+    assert [seconds for _, seconds in asked] == [3.0] * 24
     heads = [[engine.recipe.head for engine in engines[i::8]] for i in range(8)]
     assert heads == 6 * [3 * ["fused"]] + 2 * [3 * ["logits"]] and len(set(engines)) == 2
     assert [params for params, _ in asked] == 3 * [MODES[name].params(1, 34) for name in names]
@@ -97,7 +98,7 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
 def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
     asked = ["--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--batches", "1,3"]
     asked += ["--context", "20", "--repeats", "3", "--output", str(tmp_path)]
-    assert sampling_steps.main(asked) == 0
+    assert measure.main(["sampling_steps", *asked]) == 0
     record = json.loads((tmp_path / "rose-tiny-qwen3" / "sampling_steps.json").read_text())
     assert record["environment"]["device_name"] and record["model"] == "rose-tiny-qwen3"
     figures = record["figures"]
@@ -117,10 +118,10 @@ def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_rec
     monkeypatch.setattr(sampling_steps, "measure_modes", lambda *_asked: {GREEDY: [1.0]})
     asked = ["--model=rose-tiny", "--load-format=auto", "--device=cpu", f"--output={tmp_path}"]
     for batch in ("8", "1"):
-        assert sampling_steps.main([*asked, "--context=20", f"--batches={batch}"]) == 0
+        assert measure.main(["sampling_steps", *asked, "--context=20", f"--batches={batch}"]) == 0
     assert list(recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
-    monkeypatch.setattr(sampling_steps, "load_parts", lambda *_given: pytest.fail("loaded before refusing"))
-    assert sampling_steps.main([*asked, "--context=30", "--batches=8"]) == 2
+    monkeypatch.setattr(experiment, "get_parts", lambda *_given: pytest.fail("loaded before refusing"))
+    assert measure.main(["sampling_steps", *asked, "--context=30", "--batches=8"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose 1, measured with another context" in said
 
@@ -148,7 +149,7 @@ def test_a_committed_record_has_every_mode_of_every_batch():
 def test_bad_input_is_one_line_and_nothing_is_written(asked, told, tmp_path, capsys):
     plain = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--output", str(tmp_path)]
     try:
-        status = sampling_steps.main([*plain, *asked])
+        status = measure.main(["sampling_steps", *plain, *asked])
     except SystemExit as left:
         status = left.code
     said = capsys.readouterr().err

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from rosellm.lab import measure
 from rosellm.lab.records import two_gpus
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.turns import in_turns
+from rosellm.lab.records.turns import runs_in_turns
 from rosellm.models.families.table import read_arch
 from rosellm.models.loading import arch_of
 
@@ -20,7 +21,7 @@ def record(tmp_path_factory) -> dict:
     pair = tmp_path_factory.mktemp("results") / "cpu-x2"
     alone = Results(pair.with_name("cpu"))
     assert two_gpus.recorded(Results(pair), "rose-tiny") == {}
-    assert two_gpus.main([*SMALL, "--workloads=D64", "--replica-workloads=W8", f"--output={pair}"]) == 0
+    assert measure.main(["tensor_parallel-D64", "replicas-W8", *SMALL, f"--output={pair}"]) == 0
     return two_gpus.recorded(alone, "rose-tiny")
 
 
@@ -48,32 +49,29 @@ def test_sides_take_turns_after_a_run_of_each_that_does_not_count() -> None:
         calls.append(side)
         return {"total_time_s": float(len(calls))}
 
-    figures = in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
+    figures = runs_in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
     assert calls == ["a", "b"] * 3
     assert [one["total_time_s"] for one in figures["a"]["repeats"]] == [3.0, 5.0]
     assert figures["b"]["medians"]["total_time_s"] == 5.0
 
 
-def test_a_workload_beyond_the_models_positions_is_left_out(tmp_path, capsys) -> None:
-    options = ["--size=full", "--workloads=L8K", "--replica-workloads=MIX", f"--output={tmp_path}"]
-    assert two_gpus.main([*SMALL, *options]) == 0
-    left_out = "left out, the model has 512 positions of"
-    assert capsys.readouterr().out == f"L8K: {left_out} 8448\nMIX: {left_out} 2048\n"
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
-    "option, told",
+    "options, told",
     [
-        ("--workloads=W4", "workload 'W4' is unknown"),
-        ("--replica-workloads=D9", "workload 'D9' is unknown"),
-        ("--all-reduce=ring", "all-reduce 'ring' is unknown; use library"),
-        ("--repeats=0", "--repeats"),
+        (["tensor_parallel-W4"], "experiment 'tensor_parallel-W4' is unknown"),
+        (["tensor_parallel-D1", "--all-reduce=ring"], "'ring' is unknown; use library"),
+        (["replicas-W8", "--all-reduce=library"], "replicas-W8 takes no --all-reduce"),
+        (
+            ["tensor_parallel-L8K", "--size=full"],
+            "tensor_parallel-L8K needs 8448 positions; the model has 512",
+        ),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line_before_anything_is_loaded(tmp_path, capsys, option, told) -> None:
+def test_what_cannot_be_measured_is_told_in_one_line_before_anything_is_loaded(
+    tmp_path, capsys, options, told
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        sys.exit(two_gpus.main([*SMALL, f"--output={tmp_path}", option]))
+        sys.exit(measure.main([*options, *SMALL, f"--output={tmp_path}"]))
     said = capsys.readouterr().err
     assert told in said and len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from rosellm.errors import RoseError
+from rosellm.lab import measure
 from rosellm.lab.records import versions
-from rosellm.lab.records.versions import Side, measure_workload, workloads_named
+from rosellm.lab.records.registry import plan
+from rosellm.lab.records.versions import Side, measure_workload
 
 GIVEN = ["--device=cpu", "--repeats=2"]
 
@@ -17,7 +19,9 @@ GIVEN = ["--device=cpu", "--repeats=2"]
 @pytest.fixture(scope="module")
 def record(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("records")
-    assert versions.main([*GIVEN, "--old=HEAD", "--workloads=W4,TTFT64", f"--output={folder}"]) == 0
+    assert (
+        measure.main(["versions", *GIVEN, "--old=HEAD", "--workloads=W4,TTFT64", f"--output={folder}"]) == 0
+    )
     return json.loads((folder / "rose-tiny" / "versions.json").read_text())
 
 
@@ -41,12 +45,12 @@ def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record
         (["--old=no-such-commit"], "no-such-commit"),
         (["--old=--output=x"], "--output=x"),
         (["--old=HEAD", "--workloads=,"], "--workloads names none"),
-        (["--old=HEAD", "--workloads=W99"], "workload 'W99' is unknown"),
-        (["--old=HEAD", "--rung=no_such_rung", "--workloads=W1"], "the old side: rung 'no_such_rung'"),
+        ([], "versions needs --old"),
+        (["--old=HEAD", "--rung=autotune", "--workloads=W1"], "the old side: rung 'autotune'"),
     ],
 )
 def test_what_cannot_be_compared_is_told_in_one_line(tmp_path, capfd, options, told) -> None:
-    assert versions.main([*GIVEN, f"--output={tmp_path}", *options]) == 2
+    assert measure.main(["versions", *GIVEN, f"--output={tmp_path}", *options]) == 2
     assert told in capfd.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.rglob("*.json"))
 
@@ -76,9 +80,8 @@ class Made:
 
 
 def measured(tmp_path, old: Made, new: Made) -> dict:
-    given = [*GIVEN, "--old=HEAD", f"--output={tmp_path}"]
-    arguments = versions.settle(versions._parser().parse_args(given), versions.WORKLOADS["W1"])
-    return measure_workload(arguments, {versions.OLD: old, versions.NEW: new}, *workloads_named("W1"))
+    (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD", f"--output={tmp_path}"]))
+    return measure_workload(job.asked, {versions.OLD: old, versions.NEW: new}, "W1")
 
 
 def test_runs_of_fewer_tokens_are_no_comparison(tmp_path) -> None:

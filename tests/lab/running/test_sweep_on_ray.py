@@ -119,7 +119,7 @@ def test_a_sweep_has_records_made_by_the_machines_and_writes_them_here(
     cluster, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # what "auto" finds
-    small = ["--device=cpu", "--workloads=W1", "--rungs=dense", "--experiments=bookkeeping", "--repeats=1"]
+    small = ["--device=cpu", "W1-dense", "bookkeeping", "--repeats=1"]
     assert measure.main(["--cluster", "auto", *small, f"--output={tmp_path}"]) == 0
     assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
@@ -131,7 +131,7 @@ def test_a_sweep_has_records_made_by_the_machines_and_writes_them_here(
 
 @pytest.mark.gpu
 def test_a_record_is_made_on_a_gpu_of_the_cluster(cluster, tmp_path):
-    small = ["--workloads=W1", "--rungs=dense,split_kv", "--experiments=", "--repeats=1", "--size=small"]
+    small = ["W1-dense", "W1-split_kv", "--repeats=1", "--size=small"]
     assert measure.main([f"--cluster={cluster.address}", f"--output={tmp_path}", *small]) == 0
     names = {json.loads(path.read_text())["environment"]["device_name"] for path in tmp_path.iterdir()}
     assert names == {torch.cuda.get_device_name()}
