@@ -78,7 +78,7 @@ def test_results_come_in_order_with_the_tokens_of_the_model(llm: LLM) -> None:
         ({"prefix_cache": True}, lambda llm: llm.engine.prefix_cache.hit_tokens == 3 * 20),
         ({}, lambda llm: llm.engine.prefix_cache is None),
     ],
-    ids=str,
+    ids=["deterministic", "recipe", "prefix_cache", "none"],
 )
 def test_options_of_the_engine_may_be_asked_for_and_give_the_same_tokens(llm, checkpoint, options, is_so):
     prompts = [[3] * 20 + [i] for i in range(5)]
