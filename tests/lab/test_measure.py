@@ -168,7 +168,7 @@ def swept(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "Sweep", Machines)
     out = f"--output={tmp_path / 'out'}"
     return lambda *options: measure.main(
-        ["--cluster=head:6379", out, "bookkeeping", "W1-dense", "--repeats=1", *options]
+        ["bookkeeping", "W1-dense", *options, "--cluster=head:6379", out, "--repeats=1"]
     )
 
 
