@@ -56,13 +56,14 @@ def account(
     """
     windows, floors = _least_disturbed_half(_windows(trace)), floors or {}
     roles = roles_of(trace, trace.work, trace.ranges(PROFILED_STEP), marked)
+    pieces = list(_pieces(trace, roles, [edge for window in windows for edge in window]))
     us: dict[tuple[str, str], float] = defaultdict(float)
     launches: Counter[tuple[str, str]] = Counter()
-    for event, role in zip(trace.work, roles, strict=True):
-        launches[_kind(event), role] += _is_in(windows, event.start)
-    before = ""
-    for piece in _pieces(trace, roles, [edge for window in windows for edge in window]):
-        if _is_in(windows, piece.middle):
+    for start, end in windows:
+        for event, role in zip(trace.work, roles, strict=True):
+            launches[_kind(event), role] += start <= event.start < end
+        before = ""
+        for piece in (one for one in pieces if start <= one.middle < end):
             us[piece.kind, piece.cause] += piece.us
             launches[piece.kind, piece.cause] += piece.kind not in WORKING and piece.cause != before
             before = piece.cause
@@ -99,10 +100,6 @@ def _first_kernel(trace: Trace, step: Event) -> float:
 
 def _least_disturbed_half(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return sorted(sorted(windows, key=lambda one: one[1] - one[0])[: (len(windows) + 1) // 2])
-
-
-def _is_in(windows: list[tuple[float, float]], moment: float) -> bool:
-    return any(start <= moment < end for start, end in windows)
 
 
 def _pieces(trace: Trace, roles: list[str], edges: list[float]) -> Iterator[_Piece]:

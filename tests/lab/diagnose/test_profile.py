@@ -7,7 +7,7 @@ from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace
 
 
 def kernel(name: str, start: float, duration: float, launched: float) -> Event:
-    return Event(name, "kernel", start, duration, launched, on_gpu=True)
+    return Event(name, "kernel", start, duration, launched)
 
 
 def on_host(name: str, start: float, end: float, kind: str = "op") -> Event:
