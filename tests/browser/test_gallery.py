@@ -16,6 +16,12 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SHOWN = ("00_map", "01_paged_attention", "33_arrivals")
 NARROW = 420
 PLOT = ".js-plotly-plot .main-svg"
+MIDDLE_OF_A_LINK = """() => {
+  const link = document.querySelector(".js-plotly-plot .ytick a");
+  link.scrollIntoView({block: "center"});
+  const box = link.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +86,7 @@ def test_on_a_narrow_screen_nothing_runs_out_of_the_right_edge(gallery, offline,
 def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):
     shown, _asked = offline
     shown.goto((gallery / "00_map.html").as_uri())
-    link = shown.locator(".js-plotly-plot .ytick a", has_text="paged").first
-    link.scroll_into_view_if_needed()
-    box = link.bounding_box()
-    shown.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    shown.locator(".js-plotly-plot .ytick a").first.wait_for(state="attached")
+    x, y = shown.evaluate(MIDDLE_OF_A_LINK)
+    shown.mouse.click(x, y)
     shown.wait_for_url("**/01_paged_attention.html")
