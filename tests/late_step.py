@@ -38,8 +38,8 @@ class LateStep:
         self.step.begin_prefill(copies, counts)
         for sequence, count in zip(sequences, counts, strict=True):
             if sequence not in whole:
-                sequence.n_cached += count
-        self._note("prefill", whole, [s.prefill_length - s.n_cached for s in whole])
+                sequence.num_cached_tokens += count
+        self._note("prefill", whole, [s.prefill_length - s.num_cached_tokens for s in whole])
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         running = [s for s in sequences if not self._ahead[s].is_finished]
@@ -75,7 +75,7 @@ class LateStep:
         for _ in self.step.collect():
             pass
         ahead = [self._ahead[s] for s in sequences]
-        tokens = [a.error or a.tokens[a.n_cached] for a in ahead]
+        tokens = [a.error or a.tokens[a.num_cached_tokens] for a in ahead]
         self._begun.append((kind, sequences, tokens, counts))
 
 

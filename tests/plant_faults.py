@@ -156,8 +156,8 @@ FAULTS = (
     Fault(
         "scheduler",
         "engine.py",
-        "sequence.n_cached = 0",
-        "sequence.n_cached -= 1",
+        "sequence.num_cached_tokens = 0",
+        "sequence.num_cached_tokens -= 1",
         ("test_preemption.py", "test_scheduler.py"),
     ),
     Fault(

@@ -329,7 +329,7 @@ class JoinedStep(ResidentStep):
             words = self._filled(sizes, chunks, pieces)
             self.worker.hidden = self.joined(sizes, words, pieces is not None, variant, mode)
             for sequence, n in zip(sequences, counts, strict=True):
-                sequence.n_cached += n
+                sequence.num_cached_tokens += n
             prefilled = planner.batch(chunks.whole) if whole else NO_ROWS
             self._note_joined(sizes, decoding, prefilled, mode)
         self._latest = held + whole, _of_hidden(sizes, decoding, prefilled)

@@ -105,7 +105,7 @@ class Replicas(Owned):
         self.limits.check(prompt, params)
         self._n_requests += 1
         sequence = Sequence(self._n_requests, prompt, params, self._facts.eos_token_ids)
-        sequence.n_cached = sequence.n_prompt
+        sequence.num_cached_tokens = sequence.n_prompt
         if params.stops:
             sequence.text = IncrementalText(self.tokenizer, params.stops)
         return sequence

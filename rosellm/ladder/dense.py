@@ -96,7 +96,7 @@ class Dense:
             with profile_range(f"{STEP_RANGE}.sample"):
                 tokens = self.sample(outputs.logits, sequences)
             with profile_range(f"{STEP_RANGE}.commit"):
-                return commit_tokens(sequences, tokens, n_cached=1)
+                return commit_tokens(sequences, tokens, num_newly_cached=1)
 
     def reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[Table]]]:
         """Reserve a slot for each row's token in every pool; return each pool's slots and tables."""
@@ -110,7 +110,7 @@ class Dense:
         """Copy the inputs of the model to the device."""
         staged = self.stage_tables(tables)
         with profile_range(f"{STEP_RANGE}.stage_tokens"):
-            contexts = [s.n_cached for s in sequences]
+            contexts = [s.num_cached_tokens for s in sequences]
             ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32)
             ids, context_lens = ints.to(self.model.device)
         with profile_range(f"{STEP_RANGE}.build_mask"):
@@ -230,8 +230,8 @@ class Dense:
         hidden = self.prefill.run(sequences, counts, tables)
         tokens = self.sample(self.model.logits(hidden), whole)
         for sequence, count in zip(sequences, counts, strict=True):
-            sequence.n_cached += count
-        got, failed = commit_tokens(whole, tokens, n_cached=0)
+            sequence.num_cached_tokens += count
+        got, failed = commit_tokens(whole, tokens, num_newly_cached=0)
         self._ended.append(Done("prefill", got, perf_counter() - start, failed))
 
     def begin_decode(self, sequences: list[Sequence]) -> int:

@@ -32,10 +32,10 @@ class Prefill:
         """Cache ``counts[i]`` more tokens of sequence i.
 
         Returns the final hidden states ``[n, C]`` of the sequences that are now fully cached. tables: the
-        blocks as ``[pool][row]``. Does not update ``n_cached`` of the sequences.
+        blocks as ``[pool][row]``. Does not update ``num_cached_tokens`` of the sequences.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
-            return self._run(sequences, [s.n_cached for s in sequences], counts, padded(tables))
+            return self._run(sequences, [s.num_cached_tokens for s in sequences], counts, padded(tables))
 
     def _run(
         self, sequences: list[Sequence], starts: list[int], counts: list[int], tables: np.ndarray

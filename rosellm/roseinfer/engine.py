@@ -221,7 +221,7 @@ class Engine(Owned):
         """Free the blocks of a finished or abandoned sequence, which gets no further token."""
         self.step.release(sequence)
         self._holders.discard(sequence)
-        sequence.n_cached = 0
+        sequence.num_cached_tokens = 0
         self.blocks.free_blocks(sequence.block_ids)
         sequence.block_ids.clear()
 
@@ -232,7 +232,7 @@ class Engine(Owned):
         for sequence in sequences:
             if not sequence.block_ids:
                 known = sequence.tokens[: sequence.prefill_length]
-                sequence.n_cached, sequence.block_ids = self.prefix_cache.match(known)
+                sequence.num_cached_tokens, sequence.block_ids = self.prefix_cache.match(known)
                 self._holders.add(sequence)
 
     def check_integrity(self) -> None:
@@ -252,7 +252,7 @@ class Engine(Owned):
 
     def _check_chunks(self, sequences: list[Sequence], chunks: list[int]) -> None:
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            end = sequence.n_cached + chunk
+            end = sequence.num_cached_tokens + chunk
             if end % self.prefill_alignment and not sequence.completes_prefill(chunk):
                 raise OptionError(
                     f"a chunk ends at token {end}; in deterministic mode one must end at a multiple of "

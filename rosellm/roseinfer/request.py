@@ -52,8 +52,8 @@ class RequestMetrics:
 class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
-    ``tokens`` are prompt and output; the first ``n_cached`` of them are in the KV cache, between steps all
-    but the last. ``max_length``: the most tokens there may be. ``block_ids``: its KV blocks.
+    ``tokens`` are prompt and output. The first ``num_cached_tokens`` of them are in the KV cache: between
+    steps, all but the last. ``max_length``: the most tokens there may be. ``block_ids``: its KV blocks.
     ``finish_reason``: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
     ``error``. ``seed`` and a token's index determine its random numbers. Any of ``stop_tokens`` ends the
     sequence. ``replays``: after preemption its output is decoded again token by token, as the first time;
@@ -70,7 +70,7 @@ class Sequence:
         replays: bool = False,
     ) -> None:
         self.request_id, self.params = request_id, params
-        self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
+        self.tokens, self.n_prompt, self.num_cached_tokens = list(prompt), len(prompt), 0
         self.max_length = self.n_prompt + params.max_tokens
         self.block_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -103,7 +103,7 @@ class Sequence:
     @property
     def n_to_prefill(self) -> int:
         """Number of tokens still to be prefilled."""
-        return self.prefill_length - self.n_cached
+        return self.prefill_length - self.num_cached_tokens
 
     def completes_prefill(self, chunk: int) -> bool:
         """Return whether caching ``chunk`` more tokens completes the prefill."""
@@ -117,14 +117,14 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def commit(self, token: int, n_cached: int) -> bool:
-        """Add a sampled token, with ``n_cached`` more tokens now cached.
+    def commit(self, token: int, num_newly_cached: int) -> bool:
+        """Add a sampled token; ``num_newly_cached`` more tokens are now cached.
 
         Returns False if the token was already known, in a replay; raises ``RoseError`` if it then differs.
         """
         tokens = self.tokens  # this runs for every token: see tests.host_cost
-        self.n_cached += n_cached
-        if self.n_cached < len(tokens):
+        self.num_cached_tokens += num_newly_cached
+        if self.num_cached_tokens < len(tokens):
             self._check_replayed(token)
             return False
         tokens.append(token)
@@ -168,18 +168,18 @@ class Sequence:
         self.finish_reason, self.error = "failed", reason
 
     def _check_replayed(self, token: int) -> None:
-        known = self.tokens[self.n_cached]
+        known = self.tokens[self.num_cached_tokens]
         if token != known:
             raise RoseError(
-                f"token {self.n_cached} of request {self.request_id} was {known} but became {token} "
+                f"token {self.num_cached_tokens} of request {self.request_id} was {known} but became {token} "
                 "when it was decoded again"
             )
 
 
 def commit_tokens(
-    sequences: list[Sequence], tokens: list[int], n_cached: int
+    sequences: list[Sequence], tokens: list[int], num_newly_cached: int
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Give each sequence its token; ``n_cached`` more of its tokens are now in the KV cache.
+    """Give each sequence its token; ``num_newly_cached`` more of its tokens are now in the KV cache.
 
     Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
     there was no token (``NOT_FINITE``).
@@ -190,6 +190,6 @@ def commit_tokens(
         if token < 0:
             sequence.fail(NO_TOKEN)
             failed.append(sequence)
-        elif sequence.commit(token, n_cached):
+        elif sequence.commit(token, num_newly_cached):
             got.append(sequence)
     return sequences if len(got) == len(sequences) else got, failed

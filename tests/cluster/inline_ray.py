@@ -136,7 +136,7 @@ class InlineFleet(Owned):
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         sequence = self.twin.make_sequence(prompt, params)
-        sequence.n_cached = sequence.n_prompt
+        sequence.num_cached_tokens = sequence.n_prompt
         return sequence
 
     def encode_many(self, prompts: list[str | list[int]]) -> list[list[int]]:

@@ -140,7 +140,7 @@ def test_rows_past_the_batch_have_no_context_in_a_captured_run():
     decode_all(engine, sequences)
     ((bucket, (static, _)),) = engine.step.captured.items()
     assert bucket == 8
-    assert static.context_lens.tolist() == [s.n_cached - 1 for s in sequences[:5]] + [0, 0, 0]
+    assert static.context_lens.tolist() == [s.num_cached_tokens - 1 for s in sequences[:5]] + [0, 0, 0]
 
 
 @pytest.mark.gpu

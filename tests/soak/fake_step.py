@@ -58,7 +58,7 @@ class FakeStep:
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
             self._write(sequence, count)
-            sequence.n_cached += count
+            sequence.num_cached_tokens += count
         self._commit("prefill", [s for s in sequences if s.completes_prefill(0)])
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
@@ -83,18 +83,18 @@ class FakeStep:
             sequence.fail(POISON)
         new = int(kind == "decode")
         healthy = [s for s in sequences if not s.is_finished]
-        got = [s for s in healthy if s.commit(self._next(s, s.n_cached + new), new)]
+        got = [s for s in healthy if s.commit(self._next(s, s.num_cached_tokens + new), new)]
         self._ended.append(Done(kind, got, 1e-3, failed))
 
-    def _next(self, sequence: Sequence, n_cached: int) -> int:
+    def _next(self, sequence: Sequence, num_cached_tokens: int) -> int:
         """From the cache of one layer, in turns."""
-        rows = self._keys[n_cached % len(self._keys), sequence.block_ids]
-        return next_token(rows.ravel()[:n_cached])
+        rows = self._keys[num_cached_tokens % len(self._keys), sequence.block_ids]
+        return next_token(rows.ravel()[:num_cached_tokens])
 
     def _write(self, sequence: Sequence, count: int) -> None:
         """Reserve slots for the next ``count`` tokens, and cache them in every layer."""
         self.blocks.reserve_prompt(sequence.block_ids, count)
-        for position in range(sequence.n_cached, sequence.n_cached + count):
+        for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
             place = sequence.block_ids[position // BLOCK], position % BLOCK
             self._keys[:, *place] = sequence.tokens[position]
 

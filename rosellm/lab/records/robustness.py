@@ -114,7 +114,7 @@ def final_logits(
         if probe.n_output == preempted_after:
             preempted_after = None
             engine.release(probe)
-            probe.n_cached = 0
+            probe.num_cached_tokens = 0
             _prefill(engine, probe, chunk)
         else:
             engine.decode([probe, *(s for s in others if not s.is_finished)])

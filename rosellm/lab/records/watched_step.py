@@ -63,7 +63,7 @@ class WatchedStep:
             yield done
 
     def _note(self, kind: Literal["decode", "prefill"], sequences: list[Sequence], tokens: int) -> Begun:
-        cached = [sequence.n_cached for sequence in sequences]
+        cached = [sequence.num_cached_tokens for sequence in sequences]
         return Begun(kind, len(sequences), tokens, sum(cached), max(cached), perf_counter())
 
 

@@ -54,7 +54,7 @@ class BlockBudget:
     def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
         """Return the blocks needed to cache ``counts`` more tokens (None: all the rest), clones included."""
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
-        return sum(self._to_hold(s, s.n_cached + n) for s, n in zip(sequences, chunks, strict=True))
+        return sum(self._to_hold(s, s.num_cached_tokens + n) for s, n in zip(sequences, chunks, strict=True))
 
     def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """Return the blocks each sequence needs for tokens cached by the end of the next ``steps`` steps."""

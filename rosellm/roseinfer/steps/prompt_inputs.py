@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
         whole = [pair for pair in pairs if pair[0].completes_prefill(pair[1])]
         parts = [pair for pair in pairs if not pair[0].completes_prefill(pair[1])]
         ordered = whole + parts
-        starts = [s.n_cached for s, _ in ordered]
+        starts = [s.num_cached_tokens for s, _ in ordered]
         return cls([s for s, _ in ordered], starts, [n for _, n in ordered], len(whole))
 
     @property

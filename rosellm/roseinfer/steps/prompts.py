@@ -25,7 +25,7 @@ class Prompts(Protocol):
         """Reserve slots for ``counts[i]`` more tokens of sequence i, and cache them.
 
         Returns the rows of the sequences that are now fully cached; they have the first rows of the worker's
-        hidden states. The caller updates ``n_cached``.
+        hidden states. The caller updates ``num_cached_tokens``.
         """
 
 
@@ -92,7 +92,7 @@ class PackedPrompts:
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
     """Return the slots to reserve beyond the last chunk: the rest of its block that the sequence needs."""
-    n_tokens = sequence.n_cached + count
+    n_tokens = sequence.num_cached_tokens + count
     if n_tokens < sequence.prefill_length:
         return 0
     return min(-n_tokens % block_size, max(sequence.max_length - 1 - n_tokens, 0))

@@ -98,7 +98,7 @@ class ResidentStep:
         self._start()
         batch = self.prompts.run(sequences, counts)
         for sequence, n in zip(sequences, counts, strict=True):
-            sequence.n_cached += n
+            sequence.num_cached_tokens += n
         if whole:
             self._listed = None
             self._latest = whole, batch._replace(indices=np.arange(len(whole)))
@@ -213,16 +213,16 @@ class ResidentStep:
             planner.release(sequence)
         missing = [s for s in sequences if s not in planner and s.finish_reason is None]
         if missing:
-            planner.attach(missing, [s.n_cached for s in missing])
+            planner.attach(missing, [s.num_cached_tokens for s in missing])
         self._listed = sequences
 
     def _send_edited(self) -> None:
         """Resend the rows of sequences whose last token is not the one that the device chose."""
         batch = self.planner.batch(self.planner.sequences)
         chosen = zip(batch.sequences, self.planner.last_tokens(batch), strict=True)
-        edited = [s for s, token in chosen if s.tokens[s.n_cached] != token]
+        edited = [s for s, token in chosen if s.tokens[s.num_cached_tokens] != token]
         if edited:
-            self.planner.attach(edited, [s.n_cached for s in edited])
+            self.planner.attach(edited, [s.num_cached_tokens for s in edited])
 
     # Steps in flight: begun, then committed once they have ended, then collected.
 
@@ -257,7 +257,7 @@ class ResidentStep:
         if len(live) < len(rows):
             rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
             tokens = [tokens[i] for i in live]
-        got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
+        got, failed = commit_tokens(sequences, tokens, num_newly_cached=int(begun.kind == "decode"))
         if begun.has_logprobs:
             self._give_logprobs(begun, live, set(got))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:

@@ -41,7 +41,7 @@ class Step(Protocol):
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """Cache ``counts[i]`` more tokens of sequence i; one that is then fully cached gets its next token.
 
-        On return ``n_cached`` of the other sequences has advanced.
+        On return ``num_cached_tokens`` of the other sequences has advanced.
         """
 
     def begin_decode(self, sequences: list[Sequence]) -> int:

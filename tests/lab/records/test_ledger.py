@@ -332,7 +332,9 @@ def test_the_context_is_that_of_the_profiled_steps(tiny):
     bench = Bench(tiny, "paged", make_prompts(2, [10, 20], tiny.config.vocab_size), tokens_needed(3) + 1)
     ledger = step_ledger(bench, steps=3)
     later = 2 * (3 + 1)  # un-profiled ones, and those whose functions are timed
-    cached = sum(s.n_cached for s in bench.sequences) / 2 - later  # after the step that only ends the third
+    cached = (
+        sum(s.num_cached_tokens for s in bench.sequences) / 2 - later
+    )  # after the step that only ends the third
     assert ledger.context == (cached - 4 + cached - 2) / 2
     figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
     assert [Ledger.from_dict(one).name for one in figures.values()] == list(figures)

@@ -84,7 +84,7 @@ def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int
         for row, sequence in enumerate(sequences):
             found = bits(engine.step.last_logits()[row]).cpu().numpy().tobytes()
             mine = seen.setdefault(sequence.request_id, {})
-            assert mine.setdefault(sequence.n_cached + ahead, found) == found
+            assert mine.setdefault(sequence.num_cached_tokens + ahead, found) == found
 
     def prefill_and_keep(sequences, counts):
         whole = begin_prefill(sequences, counts)

@@ -72,7 +72,7 @@ def test_rules_that_leave_one_token_are_greedy(change):
 def draws(n: int, logits: torch.Tensor, **params) -> list[int]:
     one = sequence(**params)
     for _ in range(n):
-        one.commit(*Sampler()(logits[None], [one]), n_cached=1)
+        one.commit(*Sampler()(logits[None], [one]), num_newly_cached=1)
     return one.output
 
 

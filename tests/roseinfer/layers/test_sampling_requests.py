@@ -222,28 +222,28 @@ def test_temperature_zero_is_greedy():
 
 def test_a_sequence_stops_at_its_length():
     one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), eos_token_ids=(9,))
-    one.commit(7, n_cached=2)
-    assert (one.is_finished, one.n_cached, one.last_token) == (False, 2, 7)
-    one.commit(8, n_cached=1)
+    one.commit(7, num_newly_cached=2)
+    assert (one.is_finished, one.num_cached_tokens, one.last_token) == (False, 2, 7)
+    one.commit(8, num_newly_cached=1)
     assert (one.finish_reason, one.output, one.prompt, one.n_output) == ("length", [7, 8], [5, 6], 2)
 
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, "stop"), (True, None)])
 def test_a_sequence_stops_at_the_end_token_unless_it_is_ignored(ignore_eos, reason):
     one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), eos_token_ids=(9,))
-    one.commit(9, n_cached=1)
+    one.commit(9, num_newly_cached=1)
     assert (one.finish_reason, one.output) == (reason, [9])
 
 
 def test_the_end_token_as_the_last_one_allowed_counts_as_a_stop():
     one = Sequence(1, [5], SamplingParams(max_tokens=1), eos_token_ids=(9,))
-    one.commit(9, n_cached=1)
+    one.commit(9, num_newly_cached=1)
     assert one.finish_reason == "stop"
 
 
 def test_a_callers_prompt_list_is_not_changed():
     prompt = [5, 6]
-    Sequence(1, prompt, SamplingParams(temperature=0.0), eos_token_ids=()).commit(7, n_cached=2)
+    Sequence(1, prompt, SamplingParams(temperature=0.0), eos_token_ids=()).commit(7, num_newly_cached=2)
     assert prompt == [5, 6]
 
 

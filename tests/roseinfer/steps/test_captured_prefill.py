@@ -61,8 +61,8 @@ def run_program(engine: Engine, requests, seed: int) -> list[list[int]]:
     waiting = list(sequences)
     while waiting:
         some = draw.sample(waiting, draw.randint(1, len(waiting)))
-        engine.begin_prefill(some, [draw.randint(1, s.n_prompt - s.n_cached) for s in some])
-        waiting = [s for s in waiting if s.n_cached < s.n_prompt]
+        engine.begin_prefill(some, [draw.randint(1, s.n_prompt - s.num_cached_tokens) for s in some])
+        waiting = [s for s in waiting if s.num_cached_tokens < s.n_prompt]
     list(engine.step.collect())
     outputs = decode_all(engine, sequences)
     for sequence in sequences:

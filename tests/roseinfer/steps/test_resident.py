@@ -236,7 +236,7 @@ def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committ
     again, other = sequences = started(engine, [4, 5])
     engine.begin_decode(sequences)
     engine.release(again)
-    again.n_cached = 0
+    again.num_cached_tokens = 0
     engine.begin_prefill([again])  # computes the token that the step has under way, too
     assert again in [s for done in engine.step.collect() for s in done.sequences]
     assert again.output == EXPECTED[4][:2]
