@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
 def measure_here(given: argparse.Namespace) -> None:
     """Run every job in this process, one after the other."""
     jobs = plan(given)
-    with redirect_stdout(DummyTqdmFile(sys.stdout)), tqdm(jobs, unit="record", disable=len(jobs) == 1) as bar:  # type: ignore[type-var]
+    bar = tqdm(jobs, unit="record", disable=len(jobs) == 1)
+    with redirect_stdout(DummyTqdmFile(sys.stdout)), bar:  # type: ignore[type-var]
         for job in bar:
             bar.set_postfix_str(job.name)
             start = time.perf_counter()

@@ -136,9 +136,9 @@ class Experiment:
         """Raise ``RoseError`` if this cannot be measured."""
         if self.needs_gpu and asked.device == "cpu":
             raise RoseError(f"{self.name} needs a GPU")
+        self.refuse(asked)
         if (needed := self.positions(asked.size)) > (there := asked.arch.n_positions):
             raise PromptError(f"{self.name} needs {needed} positions; the model has {there}")
-        self.refuse(asked)
 
     def run(self, asked: Asked) -> None:
         """Measure, and write the record after each part."""
