@@ -157,14 +157,6 @@ def spawned_by(process: subprocess.Popen, n_processes: int) -> list[int]:
     return pids()
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def have_ended(pids: list[int]) -> bool:
     return not any(map(is_running, pids))
 
