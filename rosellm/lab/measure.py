@@ -24,7 +24,7 @@ from tqdm.contrib import DummyTqdmFile
 
 from rosellm.bench.record import write_record
 from rosellm.bench.workloads import ALL_WORKLOADS
-from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number, whole_numbers
+from rosellm.command_line import INT32_MAX, ScreenParser, command, whole_number, whole_numbers
 from rosellm.errors import RoseError
 from rosellm.lab.records.registry import EXPERIMENTS, Job, plan
 from rosellm.lab.records.sizes import SIZES
@@ -99,7 +99,8 @@ def make_record(job: Job) -> dict[str, Any]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; of the options in ``OPTIONS`` only those that are given are set."""
-    parser = OneLineParser(prog="python -m rosellm.lab.measure", description=__doc__)
+    details = "options of single records"
+    parser = ScreenParser(details=(details,), prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="records or workloads; default: those of a GPU")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
@@ -108,6 +109,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
     add("--size", choices=tuple(SIZES), help="default: full on a GPU, small on a CPU")
     add_cluster_option(parser)
+    add = parser.add_argument_group(details).add_argument
     for name, option in OPTIONS.items():
         takers = dict.fromkeys(one.label for one in EXPERIMENTS.values() if name in one.options)
         told = f"{option['help']} ({', '.join(takers)})"

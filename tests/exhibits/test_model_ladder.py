@@ -37,9 +37,9 @@ def test_twice_the_layers_take_twice_the_time_above_the_floor_on_rungs_that_run_
 
 
 def test_a_missing_record_is_refused_with_the_command_that_makes_it(tmp_path):
-    with pytest.raises(RecordError, match="--model Qwen/Qwen3-0.6B --workloads '' --ladder D1"):
+    with pytest.raises(RecordError, match="measure steps-D1 --model Qwen/Qwen3-0.6B"):
         ladder.recorded_ladder(Results(tmp_path), MODEL, "D1")
-    with pytest.raises(RecordError, match="--model Qwen/Qwen3-0.6B --workloads '' --ledgers D1,D8"):
+    with pytest.raises(RecordError, match="measure ledgers --model Qwen/Qwen3-0.6B"):
         ladder.recorded_ledgers(Results(tmp_path), MODEL)
 
 

@@ -10,4 +10,4 @@ def test_a_waterfall_leads_from_one_step_to_the_other():
     chart = waterfall(ledger_of(ROWS, "old"), ledger_of(after, "new"))
     assert chart.data[0].y == ("<b>old</b>", "GEMM", "host", "copies", "norm", "<b>new</b>")
     assert chart.data[0].x == (100, -20, -10, -5, 15, 80)
-    assert chart.data[0].base == (0, 100, 80, 70, 65, 0)
+    assert chart.data[0].measure == ("absolute", *["relative"] * 4, "total")
