@@ -119,7 +119,7 @@ class Replicas(Owned):
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
     ) -> list[RequestOutput]:
-        """See ``OneEngine.run``. Raises ``ClusterError`` if all replicas have died and none comes back."""
+        """See :func:`run_all`. Raises ``ClusterError`` if all replicas have died and none comes back."""
         self._runtime.check_running()
         scheduler = ReplicaScheduler(self, self._config, SLICE_S, INTERRUPTED_WITHIN_S)
         self.own(scheduler, "LLM.generate")
