@@ -24,9 +24,6 @@ def ledger_of(rows, name="here", **changes) -> Ledger:
         "on_gpu": True,
         "batch": 8,
         "context": 9.5,
-        "functions": (
-            HostFunction("`dense.Dense.decode`", 30.0, 1),
-            HostFunction("9 others", 10.0, 12.5),
-        ),
+        "functions": (HostFunction("`dense.Dense.decode`", 30.0, 1), HostFunction("9 others", 10.0, 12.5)),
     }
     return Ledger(name, tuple(rows), **values | changes)
