@@ -190,8 +190,8 @@ class Simulation:
         """Report the progress of the replica's requests to the router."""
         seat.reported = self._now
         for number, one in seat.running.items():
-            if one.token_times:
-                self._router.note(number, len(one.token_times))
+            if given := seat.progress(one):
+                self._router.note(number, given)
 
     def _fail_later(self, unit: range) -> None:
         lasts = self._random.exponential(self._failures.mean_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from rosellm.lab.records.serving_times import StepTimes
@@ -15,8 +16,9 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 class Request(RequestMetrics):
     """A request of ``prompt`` tokens that gets ``new`` tokens, and its progress.
 
-    Times are seconds on the simulation's clock. attempts: replicas that it was assigned to; each starts over.
-    cached: prompt tokens prefilled. begun: tokens whose steps have been launched.
+    Times are seconds on the simulation's clock; those of decoded tokens are known once the last one is given.
+    attempts: replicas that it was assigned to; each starts over. cached: prompt tokens prefilled. joined: its
+    replica's decode steps before its first one.
     """
 
     number: int
@@ -24,11 +26,11 @@ class Request(RequestMetrics):
     new: int
     attempts: int = 0
     cached: int = 0
-    begun: int = 0
+    joined: int = 0
 
     def start_over(self) -> None:
         """Forget the progress on an earlier replica."""
-        self.token_times, self.cached, self.begun = [], 0, 0
+        self.token_times, self.cached = [], 0
         self.attempts += 1
 
     @property
@@ -43,11 +45,15 @@ class Request(RequestMetrics):
 
 
 class Step(NamedTuple):
-    """A launched step: when the device ends it, which requests get a token, and which of them then end."""
+    """A launched step: when the device ends it, how many tokens it gives, and which requests then end.
+
+    prefilled: the requests whose first tokens it gives; None: a decode step.
+    """
 
     ends: float
-    requests: list[Request]
+    n_tokens: int
     finishes: list[Request]
+    prefilled: list[Request] | None = None
 
 
 class Replica:
@@ -55,14 +61,18 @@ class Replica:
 
     Each round launches a decode step, then a prefill within the budgets of ``config``. Tokens are delivered
     at the round's end, once its finished steps are collected. At most ``most`` requests run at once; KV
-    blocks never run out.
+    blocks never run out. Every decode step has a row of each decoding request, so that a step costs the same
+    whatever their number: a request's tokens are those of ``new - 1`` successive steps.
     """
 
     def __init__(self, times: StepTimes, config: SchedulerConfig, most: int, now: float = 0.0) -> None:
         self.times, self.config, self.most, self.now = times, config, most, now
         self.waiting: deque[Request] = deque()
-        self.decoding: list[Request] = []
-        self._n_running = 0
+        self._decoding: list[tuple[int, int, Request]] = []  # a heap: last step, number, request
+        self._longest: list[tuple[int, int]] = []  # a heap: joined - prompt, last step; some have ended
+        self._contexts = 0  # of all rows, before the first decode step: the sum of prompt - joined
+        self._n_decodes = self._n_running = 0
+        self._given: list[float] = []  # when the tokens of each decode step were delivered
         self._free = now  # when the device has done all launched steps
         self._in_flight: deque[Step] = deque()
 
@@ -78,9 +88,13 @@ class Replica:
         """Admit a prefilled request of at least two tokens, its first token given; queue it if full."""
         if self._n_running == self.most:
             return self.give(request)
-        request.token_times, request.cached, request.begun = [self.now], request.prompt, 1
+        request.token_times, request.cached = [self.now], request.prompt
         self._n_running += 1
-        self.decoding.append(request)
+        self._join(request)
+
+    def progress(self, request: Request) -> int:
+        """Return how many tokens the running request has been given."""
+        return len(request.token_times) and 1 + max(0, len(self._given) - request.joined)
 
     def round(self) -> list[Request]:
         """Launch a decode and a prefill, deliver the ended steps at ``now``; return the finished requests."""
@@ -88,19 +102,43 @@ class Replica:
         ended = self._collect(self.times.run_ahead)
         has_prefilled = self._prefill()
         ended += self._collect(self.times.run_ahead if has_decoded or has_prefilled else 0)
-        given = [one for step in ended for one in step.requests]
-        for one in given:
-            one.token_times.append(self.now)
-        self.now += self.times.host(len(given))
+        for step in ended:
+            self._deliver(step)
+        self.now += self.times.host(sum(step.n_tokens for step in ended))
         return [one for step in ended for one in step.finishes]
 
+    def _deliver(self, step: Step) -> None:
+        if step.prefilled is None:
+            self._given.append(self.now)
+            for one in step.finishes:
+                one.token_times += self._given[one.joined : one.joined + one.new - 1]
+        else:
+            for one in step.prefilled:
+                one.token_times.append(self.now)
+
+    def _join(self, request: Request) -> None:
+        """Give the request a row of the next ``new - 1`` decode steps."""
+        request.joined = self._n_decodes
+        last = self._n_decodes + request.new - 2
+        heappush(self._decoding, (last, request.number, request))
+        heappush(self._longest, (request.joined - request.prompt, last))
+        self._contexts += request.prompt - request.joined
+
     def _decode(self) -> bool:
-        rows = self.decoding
-        if rows:
-            contexts = [one.prompt + one.begun - 1 for one in rows]
-            self._launch(self.times.decode(len(rows), sum(contexts), max(contexts)), rows)
-            self.decoding = [one for one in rows if one.begun < one.new]
-        return bool(rows)
+        rows, step = len(self._decoding), self._n_decodes
+        if not rows:
+            return False
+        while self._longest[0][1] < step:
+            heappop(self._longest)
+        cached, longest = self._contexts + rows * step, step - self._longest[0][0]
+        finishes = []
+        while self._decoding and self._decoding[0][0] == step:
+            *_, one = heappop(self._decoding)
+            self._contexts -= one.prompt - one.joined
+            finishes.append(one)
+        self._n_decodes += 1
+        self._launch(self.times.decode(rows, cached, longest), rows, finishes)
+        return True
 
     def _prefill(self) -> bool:
         """Prefill within the budget, the rest of a chunked prompt first."""
@@ -118,17 +156,19 @@ class Replica:
             if first.cached == first.prompt:
                 whole.append(self.waiting.popleft())
         if prompts:
-            self._launch(self.times.prefill(prompts, tokens, earlier), whole)
+            finishes = [one for one in whole if one.new == 1]
+            self._launch(self.times.prefill(prompts, tokens, earlier), len(whole), finishes, whole)
             self._n_running += len(whole)
-            self.decoding += [one for one in whole if one.new > 1]
+            for one in whole:
+                if one.new > 1:
+                    self._join(one)
         return prompts > 0
 
-    def _launch(self, seconds: float, requests: list[Request]) -> None:
+    def _launch(
+        self, seconds: float, n_tokens: int, finishes: list[Request], prefilled: list[Request] | None = None
+    ) -> None:
         self._free = max(self._free, self.now) + seconds
-        for one in requests:
-            one.begun += 1
-        finishes = [one for one in requests if one.begun == one.new]
-        self._in_flight.append(Step(self._free, requests, finishes))
+        self._in_flight.append(Step(self._free, n_tokens, finishes, prefilled))
 
     def _collect(self, leave: int) -> list[Step]:
         """Wait until at most ``leave`` steps are in flight; return the ended ones, and free their slots."""
