@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 def test_every_faults_text_stands_in_one_file_and_its_tests_exist():
     stale = [fault.part for fault in FAULTS if len(holders(fault, ROOT)) != 1 or fault.old == fault.new]
     assert stale == []
-    assert [name for fault in FAULTS for name in fault.tests if not found(ROOT / "tests", name)] == []
+    assert all(found(ROOT / "tests", fault.tests) for fault in FAULTS)
 
 
 def test_there_are_forty_faults_and_one_in_every_room():
