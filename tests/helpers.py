@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,3 +131,14 @@ def generate(engine: Engine, prompts: list[list[int]], max_tokens: int | list[in
         engine.release(sequence)
     engine.check_integrity()
     return outputs
+
+
+def refusal(main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one line on stderr by which a command refuses its arguments, with status 2."""
+    try:
+        status = main(argv)
+    except SystemExit as leaving:
+        status = leaving.code
+    [line] = capsys.readouterr().err.splitlines()
+    assert status == 2 and line.startswith("error: ")
+    return line

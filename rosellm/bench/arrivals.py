@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import reprlib
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from rosellm.command_line import INT32_MAX
 from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later
+LIMITS = {"seconds": (0, DAY_S), "prompt_tokens": (1, MOST_TOKENS), "new_tokens": (1, INT32_MAX)}
 N_SAMPLES = 200  # samples of the queue's length per run
-FIELDS = ("seconds", "prompt_tokens", "new_tokens")
-MOST = {"prompt_tokens": MOST_TOKENS, "new_tokens": INT32_MAX}  # as for the options of these names
 
 
 class Arrival(NamedTuple):
@@ -41,75 +39,36 @@ def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
 def read_trace(text: str) -> list[Arrival]:
     """An argparse type: read a file's arrivals, sorted by time.
 
-    Each line is a JSON object with the FIELDS, or the file is CSV with a header that names them. Blank lines
-    are skipped; errors number lines from the first that is not blank.
+    Each line is a JSON object with the fields of ``Arrival``, or the file is CSV with a header that names
+    them. Other fields and blank lines are skipped.
     """
     try:
-        content = Path(text).read_text(encoding="utf-8-sig").lstrip()  # spreadsheets write a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
-        told = error.strerror if isinstance(error, OSError) else "it is not text"
+        content = Path(text).read_text(encoding="utf-8-sig").strip()  # spreadsheets write a byte-order mark
+        lines = [line for line in content.split("\n") if line.strip()]
+        is_json = content.startswith("{")
+        rows = map(json.loads, lines) if is_json else csv.DictReader(lines, skipinitialspace=True)
+        arrivals = [_arrival(number, row) for number, row in enumerate(rows, 1)]
+        if not arrivals:
+            raise ValueError("it has no arrivals")
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        told = error.strerror if isinstance(error, OSError) else error
         raise ArgumentTypeError(f"cannot read {text}: {told}") from None
-    rows_of = _json_rows if content.startswith("{") else _csv_rows
-    try:
-        arrivals = [_arrival(*row) for row in rows_of(content.split("\n"))]
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text}{error}") from None
-    if not arrivals:
-        raise ArgumentTypeError(f"{text} has no arrivals")
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
-def _json_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line, object_pairs_hook=_once_each)
-            except (ValueError, RecursionError):
-                yield number, None
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
-    """Build a JSON object; return None if it repeats a name."""
-    row = dict(pairs)
-    return row if len(row) == len(pairs) else None
-
-
-def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
-    """Yield each row and the number of its last line; a quoted cell may span several."""
-    reader = csv.DictReader(map(str.strip, lines))
+def _arrival(number: int, row: Any) -> Arrival:
+    """Check one row; ``number`` counts requests from 1."""
     try:
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-        if names and sorted(name for name in names if name in FIELDS) != sorted(FIELDS):
-            raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)} once each")
-        for row in reader:
-            yield reader.line_num, None if None in row else row  # None: the key of what exceeds the header
-    except csv.Error as error:
-        raise ValueError(f", after line {reader.line_num}: {error}") from None
-
-
-def _arrival(number: int, row: object) -> Arrival:
-    here = f", line {number}"
-    if not isinstance(row, dict) or any(row.get(name) is None for name in FIELDS):
-        raise ValueError(f"{here}: it must give {', '.join(FIELDS)} once each")
-    seconds, *counts = (_number(row[name]) for name in FIELDS)
-    if not 0 <= seconds <= DAY_S:
-        given = reprlib.repr(row["seconds"])
-        raise ValueError(f"{here}: seconds is {given}; it must be a number from 0 to {DAY_S}, a day")
-    for value, (name, most) in zip(counts, MOST.items(), strict=True):
-        if not (value.is_integer() and 1 <= value <= most):
-            given = reprlib.repr(row[name])
-            raise ValueError(f"{here}: {name} is {given}; it must be a whole number from 1 to {most}")
-    return Arrival(seconds, *map(int, counts))
-
-
-def _number(value: object) -> float:
-    """Parse a number; NaN if the value is not numeric."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan
+        values = {name: float(row[name]) for name in LIMITS}
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"request {number} must give {', '.join(LIMITS)} as numbers") from None
+    for name, value in values.items():
+        low, high = LIMITS[name]
+        kind = "number" if name == "seconds" else "whole number"
+        if not low <= value <= high or (kind == "whole number" and not value.is_integer()):
+            told = f"{name} is {value:.15g}; it must be a {kind} from {low} to {high}"
+            raise ValueError(f"request {number}: {told}")
+    return Arrival(values["seconds"], int(values["prompt_tokens"]), int(values["new_tokens"]))
 
 
 def submit_by_deadline(

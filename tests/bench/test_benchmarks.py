@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from rosellm.bench import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.bench import benchmark_scheduler
 from rosellm.bench.job import SPARE_KV_BLOCKS
 from rosellm.bench.summary import print_summary
 from rosellm.command_line import command
@@ -19,11 +18,6 @@ from rosellm.errors import RoseError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 
 ROOT = Path(__file__).parents[2]
-MODULES = {
-    "scheduler": benchmark_scheduler,
-    "streaming": benchmark_streaming,
-    "kv_append": benchmark_kv_append,
-}
 SUMMARIES = {
     "scheduler": """\
 === online summary ===
@@ -97,15 +91,6 @@ def test_a_documented_form_prints_its_summary_and_writes_record_and_trace(name, 
         assert names.count("roseinfer.decode_step_sessions") == 5
 
 
-@pytest.mark.slow
-def test_the_cuda_graph_form_takes_the_best_rung_and_the_switches_show_in_the_record(tmp_path):
-    arguments = *FORMS["scheduler"].split(), "--cuda-graph", "--json", tmp_path / "record.json"
-    done = run_command("scheduler", *arguments, ROSELLM_TRITON_KV_APPEND="0")
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["rung"] == BEST_RUNG and record["append_gate_min_batch"] is None
-
-
 def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
     path, shape = tmp_path / "record.json", "--hf-model-id rose-tiny --load-format dummy --prompt-tokens 5"
     arguments = f"{SMALL} {shape} --mode all --json {path}"
@@ -127,38 +112,21 @@ def test_what_fails_after_the_runs_costs_no_measurement(failing, tmp_path, monke
     assert json.loads(record.read_text())["results"]["online"]["repeats"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "result", "wanted"),
-    [
-        (
-            benchmark_scheduler.LINES,
-            {
-                "medians": {
-                    "total_time_s": 2.3,
-                    "total_throughput_tok_s": 1_234_567.891,
-                    "ttft_p50_s": 0.00268,
-                },
-                "means": {"total_time_s": 2.4, "total_throughput_tok_s": 1_234_568.0, "ttft_mean_s": 0.00267},
-            },
-            [
-                "Total time p50/mean: 2.300000/2.400000 s",
-                "Throughput(completion,total) p50/mean: 1234567.89/1234568.00 tokens/s",
-                "TTFT p50/mean: 2.68/2.67 ms",
-                "TPOT p50/mean: none/none ms/token",
-            ],
-        ),
-        (
-            benchmark_streaming.LINES,
-            {"medians": {"ttft_p50_s": 0.0128, "ttft_p95_s": 1.6, "ttft_p99_s": 1.60099}},
-            ["TTFT p50/p95/p99: 12.80/1600.00/1600.99 ms", "ITL p50/p95/p99: none/none/none ms"],
-        ),
-    ],
-)
-def test_a_summary_reads_as_the_record_does_without_commas(lines, result, wanted, capsys):
-    print_summary({"mode": "online", "warmup_runs": 0, "repeat_runs": 1} | result, lines)
+def test_a_summary_tells_figures_in_their_units_and_what_is_missing(capsys):
+    result = {
+        "medians": {"total_time_s": 2.3, "total_throughput_tok_s": 1_234_567.891, "ttft_p50_s": 0.00268},
+        "means": {"total_time_s": 2.4, "total_throughput_tok_s": 1_234_568.0, "ttft_mean_s": 0.00267},
+    }
+    sizes = {"mode": "online", "warmup_runs": 0, "repeat_runs": 1}
+    print_summary(sizes | result, benchmark_scheduler.LINES)
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["=== online summary ===", "Warmup runs: 0", "Measured runs: 1"]
-    assert [line for line in printed if line in wanted] == wanted
+    assert {
+        "Total time p50/mean: 2.300000/2.400000 s",
+        "Throughput(completion,total) p50/mean: 1234567.89/1234568.00 tokens/s",
+        "TTFT p50/mean: 2.68/2.67 ms",
+        "TPOT p50/mean: none/none ms/token",
+    } <= set(printed)
 
 
 @pytest.mark.slow
@@ -168,58 +136,6 @@ def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
     [line] = done.stderr.splitlines()
     assert line.startswith("error: model 'gpt2'")
     assert "use 'rose-tiny', a local folder, or --load-format dummy" in line
-
-
-# Bad input, in this process: one line on stderr, status 2.
-
-BAD_INPUT = [
-    ("scheduler", "--cuda-graph", "--cuda-graph needs --paged-attn"),
-    ("scheduler", "--rung dense --cuda-graph", "--rung names a whole recipe: leave out --paged-attn"),
-    ("streaming", "--workload W4 --rung paged --paged-attn", "--rung names a whole recipe"),
-    ("scheduler", "--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
-    ("scheduler", "--workload W4", "'W4' is run by benchmark_streaming; benchmark_scheduler runs W0, W1"),
-    ("streaming", "--workload W0", "'W0' is run by benchmark_scheduler"),
-    ("scheduler", "--workload W99", "'W99' is unknown; benchmark_scheduler runs W0, W1, W2, W3, W6"),
-    ("scheduler", "--workload W7 --hf-model-id rose-tiny", "W7: 512 prompt tokens and 128 new ones exceed"),
-    ("scheduler", "--max-new-tokens 1000", "exceed the model's 512 positions"),
-    ("scheduler", "--num-requests 0", "'0' is not a whole number, 1 or more"),
-    ("scheduler", "--warmup-runs -1", "'-1' is not a whole number, 0 or more"),
-    ("scheduler", "--block-size 48", "block_size is 48; it must be a power of two"),
-    ("scheduler", "--num-kv-blocks 1 --block-size 4", "the cache has 1"),
-    ("scheduler", "--mode fast", "invalid choice: 'fast'"),
-    ("scheduler", "--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
-    ("scheduler", "--json /nonexistent/record.json", "there is no folder /nonexistent"),
-    ("scheduler", "--profile /dev/null", "not a regular file"),
-    ("scheduler", "--prompt=", "--prompt is empty"),
-    ("scheduler", "--prompt-repeats 1,,4", "'' is not a whole number"),
-    ("scheduler", "--num-req 4", "unrecognized arguments: --num-req"),
-    ("scheduler", "--workload", "expected one argument"),
-    ("scheduler", "--shared-prefix-tokens 4", "--shared-prefix-tokens needs --prompt-tokens"),
-    ("scheduler", "--max-new-tokens 9 --min-new-tokens 10", "the shortest length is 10, the longest 9"),
-    ("streaming", "--max-new-tokens 1000 --tokenize-workers 1", "exceed the model's 512 positions"),
-    ("kv_append", "--batch-sizes 128,x", "'x' is not a whole number"),
-    ("kv_append", "--json /nonexistent/record.json", "there is no folder /nonexistent"),
-    ("kv_append", "--batch-sizes 100000000000", "out of memory"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "wanted"), BAD_INPUT, ids=lambda value: value[:40])
-def test_bad_input_is_one_line_and_status_2(name, arguments, wanted, capsys):
-    try:
-        status = MODULES[name].main(["--device", "cpu", *arguments.split()])
-    except SystemExit as leaving:
-        status = leaving.code
-    [line] = capsys.readouterr().err.splitlines()
-    assert status == 2
-    assert line.startswith("error: ") and wanted in line
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("name", MODULES)
-def test_a_missing_gpu_is_one_line_and_status_2(name, capsys):
-    assert MODULES[name].main(["--device", "cuda"]) == 2
-    told = "error: device 'cuda' is not available on this machine; use --device cpu\n"
-    assert capsys.readouterr().err == told
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users():
@@ -234,6 +150,4 @@ def test_an_error_of_ours_is_not_taken_for_the_users():
 def test_help_tells_the_defaults_of_the_workload_that_is_named(capsys):
     with pytest.raises(SystemExit, match="0"):
         benchmark_scheduler.main(["--workload", "W3", "--help"])
-    text = capsys.readouterr().out
-    assert re.search(r"--max-batch-size N +requests that run together; default: 256\n", text)
-    assert re.search(r"--pretok, --no-pretok +tokenize before the clock starts; default: on\n", text)
+    assert re.search(r"--max-batch-size N .+; default: 256\n", capsys.readouterr().out)

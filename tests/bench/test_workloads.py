@@ -107,11 +107,6 @@ def test_a_trace_and_a_long_prompt_are_no_workloads_arrivals(tmp_path):
     assert "long_prompt_tokens=90 for None" in told and "prefill_chunk=16 for None" in told
 
 
-def test_without_a_workload_there_is_nothing_to_compare_with(capsys):
-    options = benchmark_scheduler.BENCHMARK.parse_options(["--device=cpu"])
-    assert departures(options, Engine(random_model(0))) == []
-
-
 def test_explicit_options_win_over_the_workload_and_show_in_the_record():
     options = benchmark_scheduler.BENCHMARK.parse_options(
         ["--num-requests", "3", "--prefix-cache", "--workload=W3"]
@@ -171,13 +166,6 @@ def test_requests_of_unequal_lengths_fit_if_each_of_them_does():
     check_positions(options, longest, 947 + 998)
     with pytest.raises(PromptError, match="MIX: 947 prompt tokens and 998 new ones exceed"):
         check_positions(options, longest, 947 + 998 - 1)
-
-
-def test_a_model_of_too_few_positions_is_one_line_before_anything_is_built(capsys):
-    assert benchmark_scheduler.main(["--workload=MIX", "--device=cpu", "--hf-model-id=rose-tiny"]) == 2
-    told = capsys.readouterr()
-    assert told.err == "error: MIX: 947 prompt tokens and 998 new ones exceed the model's 512 positions\n"
-    assert told.out == ""
 
 
 @pytest.mark.parametrize(

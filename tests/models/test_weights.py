@@ -1,6 +1,6 @@
 """Checkpoints: every layout that Hugging Face writes loads within the model's memory, bad ones are refused.
 
-``test_bad_checkpoints`` has more bad ones.
+``tests/test_bad_input.py`` has more bad ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,204 @@
+"""What the commands cannot do is told in one line on stderr, with status 2; nothing is written or changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbformat.v4 import new_code_cell, new_notebook
+
+from rosellm.bench import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
+from rosellm.lab import measure
+from rosellm.lab.diagnose import __main__ as diagnose
+from rosellm.lab.running import refresh_notebooks, run_notebooks
+from rosellm.rosetrainer import train
+from tests.helpers import refusal
+
+Command = Callable[[list[str]], int]
+SMALL = "--device cpu --num-requests 2 --max-new-tokens 1 --warmup-runs 0 --repeat-runs 1"
+NINES = "9" * 40
+DAY = "and at most 86400000, a day"
+LONG = "--max-batch-size 4 --prompt-tokens 4 --long-prompt-tokens 420 --prefill-chunk 32"
+
+
+def cases(main: Command, base: str, *rows: tuple[str | list[str], str], slow: bool = False) -> list:
+    """Arguments after those of ``base``, and what the line must hold."""
+    marks = [pytest.mark.slow] if slow else []
+    return [
+        pytest.param(main, [*base.split(), *(own.split() if isinstance(own, str) else own)], told,
+                     id=told[:60], marks=marks)
+        for own, told in rows
+    ]  # fmt: skip
+
+
+SCHEDULER = cases(
+    benchmark_scheduler.main,
+    SMALL,
+    ("--cuda-graph", "--cuda-graph needs --paged-attn"),
+    ("--rung dense --cuda-graph", "--rung names a whole recipe: leave out --paged-attn"),
+    ("--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
+    ("--workload W4", "'W4' is run by benchmark_streaming; benchmark_scheduler runs W0, W1"),
+    ("--workload W99", "'W99' is unknown; benchmark_scheduler runs W0, W1, W2, W3, W6"),
+    ("--workload", "expected one argument"),
+    ("--workload W7 --hf-model-id rose-tiny", "W7: 512 prompt tokens and 1 new ones exceed the model's"),
+    ("--max-new-tokens 1000", "exceed the model's 512 positions"),
+    ("--num-requests 0", "--num-requests: '0' is not a whole number, 1 or more"),
+    ("--num-requests +-5", "--num-requests: '+-5' is not a whole number, 1 or more"),
+    ("--num-requests 9999999", "'9999999' is too large; use at most 1048576"),
+    ("--warmup-runs -1", "'-1' is not a whole number, 0 or more"),
+    (f"--max-batch-size {NINES}", "too large; use at most 2147483647"),
+    ("--block-size 48", "block_size is 48; it must be a power of two"),
+    ("--num-kv-blocks 1 --block-size 4 --max-new-tokens 9", "the cache has 1"),
+    ("--num-kv-blocks 2147483647", "out of memory; ask for a smaller batch, fewer KV blocks"),
+    ("--mode fast", "invalid choice: 'fast'"),
+    ("--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
+    ("--hf-model-id " + "a" * 5000, "use 'rose-tiny', a local folder"),
+    ("--hf-model-id .", "has no config.json"),
+    ("--json file/x", "cannot write file/x: there is no folder file"),
+    ("--json " + "x" * 5000, "File name too long"),
+    ("--profile .", "cannot write .: it exists and is not a regular file"),
+    ("--prompt=", "--prompt is empty"),
+    ("--prompt \udcff", "text '\\udcff' cannot be encoded"),
+    ("--prompt-repeats 1,,4", "'' is not a whole number"),
+    ("--num-req 4", "unrecognized arguments: --num-req"),
+    ("--top-k -2", "--top-k: '-2' is not a whole number, -1 or more"),
+    ("--shared-prefix-tokens 4", "--shared-prefix-tokens needs --prompt-tokens"),
+    ("--max-new-tokens 9 --min-new-tokens 10", "the shortest length is 10, the longest 9"),
+)  # fmt: skip
+STREAMING = cases(
+    benchmark_streaming.main,
+    SMALL,
+    ("--workload W0", "'W0' is run by benchmark_scheduler"),
+    ("--max-new-tokens 1000 --tokenize-workers 1", "exceed the model's 512 positions"),
+    ("--prompt \udcff --tokenize-workers 1", "text '\\udcff' cannot be encoded"),
+    ("--request-rate 0", "'0' is not a number of requests a second, at least one a day, or inf"),
+    ("--request-rate nan", "'nan' is not a number of requests a second"),
+    ("--request-rate often", "'often' is not a number of requests a second"),
+    ("--submit-interval-ms 1e300", f"'1e300' is not a number of milliseconds, 0 or more {DAY}"),
+    ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
+    ("--num-requests 1000 --request-rate 0.001", "the last of 1000 requests would be due after a day"),
+    ("--trace file", "cannot read file: it has no arrivals"),
+    (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
+    ("--long-prompt-tokens 420", "give --prefill-chunk"),
+    (f"{LONG} --profile trace.json", "--profile traces decode"),
+)  # fmt: skip
+RIVALS = cases(
+    benchmark_rivals.main,
+    "--device cpu",
+    ("--workloads W1", "required: --rival"),
+    ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
+    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' repeats a name"),
+    ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
+    ("--rival rosellm --workloads W1 --rung nope", "rung 'nope' is unknown; use one of dense"),
+    ("--rival transformers --workloads W1 --rung dense", "--rung applies to rival rosellm"),
+    ("--rival transformers --workloads W1,W7", "W7: 512 prompt tokens and 128 new ones exceed the"),
+    ("--rival rosellm --workloads W1 --output file", "File exists: 'file'"),
+    ("--rival rosellm --workloads W1 --hf-model-id x --load-format dummy", "no shape is known for 'x'"),
+)  # fmt: skip
+KV_APPEND = cases(
+    benchmark_kv_append.main,
+    "--device cpu",
+    ("--batch-sizes 128,x", "'x' is not a whole number"),
+    (f"--batch-sizes 8,{NINES}", "too large; use at most 1099511627776"),
+    ("--batch-sizes 100000000000", "out of memory"),
+    ("--json file/record.json", "there is no folder file"),
+)
+TRAINING = cases(
+    train.main,
+    "--smoke --device cpu --output out",
+    ("--epochs 1e308", "epochs is 1e+308; it must be at most 1000000"),
+    (f"--batch-size {10**12}", "batch_size is 1000000000000; it must be at most 65536"),
+    ("--json .", "record '.' is not a file name"),
+    slow=True,
+)
+LAB = [
+    *cases(
+        measure.main,
+        "--device cpu --output out --model rose-tiny",
+        ("--repeats 0", "--repeats: '0' is not a whole number, 1 or more"),
+        ("--device tpu", "invalid choice: 'tpu' (choose from 'auto', 'cuda', 'cpu'"),
+        ("--load-format gguf", "invalid choice: 'gguf'"),
+        ("W0 --model gpt5", "for 'gpt5'"),
+        slow=True,
+    ),
+    *cases(
+        diagnose.main,
+        "--device cpu",
+        (f"--batch {NINES}", "too large; use at most 4096"),
+        ("--context 489", "512 positions; use a context of at most 488"),
+        ("--rung paged --transformers", "which --transformers does not run; give only one of them"),
+        ("--model gpt5 --transformers", "use 'rose-tiny', a local folder"),
+        slow=True,
+    ),
+    *cases(
+        refresh_notebooks.main,
+        "--without-png --notebooks notebooks",
+        ("--timeout nan", "timeout must be above 0 and finite, not nan"),
+        ("--select 99", "no notebook is called '99': there are 01_dense"),
+        slow=True,
+    ),
+    *cases(
+        run_notebooks.main,
+        "--notebooks notebooks --output out",
+        ("--workers x", "--workers: 'x' is not a whole number, 1 or more"),
+        ("--timeout nan", "timeout must be above 0 and finite, not nan"),
+        ("--output file", "output 'file' cannot be a folder: File exists"),
+        ("--select 99", "no notebook is called '99': there are 01_dense"),
+        ("--notebooks broken --parameters batch=1", "broken/01.ipynb cannot be read as a notebook"),
+        ("--parameters batch=x", "batch='x': it takes a value like 8"),
+        ("--parameters batch=1.5", "batch=1.5: it takes a value like 8"),
+        ("--parameters quick=1", "quick=1: it takes a value like True"),
+        ("--parameters rate=fast", "rate='fast': it takes a value like 0.5"),
+        (["--parameters", "lengths=[2,x]"], "lengths=[2, 'x']: it takes a value like [2, 40]"),
+        ("--parameters rung=7", "rung=7: it takes a value like 'dense'"),
+        ("--parameters rungs=dense", "no parameter 'rungs'"),
+        ("--parameters batch", "'batch'"),
+        ("--parameters batch=" + "[" * 9000, "cannot be read: "),
+        slow=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in: a file, notebooks, one that is none."""
+    for name in ("notebooks", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "broken/01.ipynb").write_text('{"cells"')
+    cell = new_code_cell("batch = 8\nlengths = [2, 40]\nquick = True\nrate = 0.5  # a share\nrung = 'dense'")
+    cell.metadata["tags"] = ["parameters"]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = new_notebook(cells=[cell], metadata={"kernelspec": kernel})
+    nbformat.write(notebook, tmp_path / "notebooks/01_dense.ipynb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: None)
+    return tmp_path
+
+
+def contents(place: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "told"), SCHEDULER + STREAMING + RIVALS + KV_APPEND + TRAINING + LAB
+)
+def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(main, arguments, told, place, capsys):
+    before = contents(place)
+    assert told in refusal(main, arguments, capsys)
+    assert contents(place) == before
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_status_2_and_one_line() -> None:
+    command = [sys.executable, "-m", "rosellm.rosetrainer.train", "--batch-size", "many"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=60)
+    [line] = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("error: ") and "many" in line
