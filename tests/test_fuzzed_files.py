@@ -14,7 +14,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm import SamplingParams
 from rosellm.errors import RoseError
+from rosellm.models.families.table import FAMILIES, read_arch, write_arch
 from rosellm.models.tokenizer import load_tokenizer
+from tests.helpers import CPU
+from tests.models.family_checks import sizes
 from tests.test_bad_input import SHAPE, checkpoint, folder, loaded  # noqa: F401
 
 INTEGERS = [0, 1, -1, 2, 3, 31, 64, 65, 2**31 - 1, 2**31, 2**40, 2**63, 10**30, 10**400]
@@ -67,6 +70,34 @@ def lean() -> Iterator[None]:
     before = getrusage(RUSAGE_SELF).ru_maxrss
     yield
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 1 << 19
+
+
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 32}
+ROPES = [
+    {},
+    {"rope_parameters": {"rope_type": "yarn"} | SCALED},
+    {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SCALED},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+]
+WINDOW = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}
+CONFIGS = [
+    sizes(family) | {"model_type": family, "dtype": "bfloat16", "layer_types": None} | WINDOW | rope
+    for family in FAMILIES
+    for rope in ROPES
+]
+
+
+@settings(FUZZED, max_examples=400)
+@given(config=st.sampled_from(CONFIGS).flatmap(mutations))
+def test_whatever_stands_in_a_config_is_a_shape_with_finite_angles_or_refused(config: dict) -> None:
+    try:
+        arch = read_arch(config)
+    except RoseError as error:
+        assert "\n" not in str(error)
+        return
+    assert read_arch(json.loads(json.dumps(write_arch(arch)))) == arch and arch.n_parameters > 0
+    if arch.rope is not None and arch.head_dim <= 4096:
+        assert arch.rope.table(4, arch.head_dim, CPU).isfinite().all()
 
 
 @FUZZED

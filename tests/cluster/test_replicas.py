@@ -16,25 +16,14 @@ import pytest
 
 from rosellm import LLM, SamplingParams
 from rosellm.cluster import runtime, seats as seats_module
-from rosellm.errors import (
-    BusyError,
-    ClusterError,
-    DeviceError,
-    OptionError,
-    PromptError,
-    RecipeError,
-    RoseError,
-)
+from rosellm.errors import BusyError, ClusterError, DeviceError, OptionError, PromptError, RecipeError
 from rosellm.models.checkpoint import checkpoint_folder
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.roseinfer.ranks import is_running, program
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
-REPLICAS = "data_parallel_size=2"
-REPLICAS_OF_RANKS = "data_parallel_size=2, tensor_parallel_size=2"
 PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
@@ -57,7 +46,7 @@ def llm() -> Iterator[LLM]:
     """The first one starts the cluster, with room for those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: CPUS)
-        first = LLM(device="cpu", **eval(f"dict({REPLICAS})"))
+        first = LLM(device="cpu", data_parallel_size=2)
     yield first
     ray.shutdown()
 
@@ -128,11 +117,7 @@ def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, 
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_same(outputs, expected)
     assert [len(output.outputs) for output in outputs] == [1, 3, 1, 1, 1, 1]
-    for logprobs, others in zip(outputs[0].logprobs, expected[0].logprobs, strict=True):
-        assert list(logprobs) == list(others)
-        for token, logprob in logprobs.items():
-            assert logprob.logprob == pytest.approx(others[token].logprob, abs=1e-4)
-            assert logprob.decoded_token == others[token].decoded_token
+    assert [list(each) for each in outputs[0].logprobs] == [list(each) for each in expected[0].logprobs]
     assert 0 < outputs[0].metrics.ttft <= outputs[0].metrics.latency < 60
     assert llm.rung == one.rung and llm.generate([], use_tqdm=False) == []
     unseeded = llm.generate(["def "] * 3, SamplingParams(max_tokens=12))
@@ -160,20 +145,6 @@ def test_a_replica_killed_in_mid_run_is_replaced_and_all_are_answered_once(llm, 
     assert_answers(llm, expected)
 
 
-def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_restarts(llm, expected, monkeypatch):
-    monkeypatch.setattr(seats_module, "MOST_DEATHS", 0)
-    for victim in settled():
-        os.kill(victim, signal.SIGKILL)
-    with pytest.raises(ClusterError, match="all 2 replicas have died 1 times; the last one: ") as told:
-        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert "\n" not in str(told.value) and str(told.value).endswith("this task. (see Ray's logs)")
-    with monkeypatch.context() as patch:
-        patch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
-        with pytest.raises(ClusterError, match="all replicas have died, and none came back within 0.05 s"):
-            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert_answers(llm, expected)
-
-
 def streamed(manager: StreamingManager, prompts: list, params: list[SamplingParams]) -> list[str]:
     """The texts of these requests, each joined from its pieces."""
     ids = [manager.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
@@ -194,18 +165,12 @@ def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile
         assert len(times) == LONG[0].max_tokens and times == sorted(times)
         with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
             llm.generate("a", use_tqdm=False)
-        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
-            StreamingManager(llm)
-        with pytest.raises(RoseError, match="max_batch_size is 512; the engine decodes at most 256"):
-            StreamingManager(llm, SchedulerConfig(max_batch_size=512))
-        with pytest.raises(PromptError, match="exceed the model's"):
-            manager.add_request("a", SamplingParams(max_tokens=10**6))
     assert victim not in settled()
 
 
 def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
     before = settled()
-    pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, **eval(f"dict({REPLICAS_OF_RANKS})"))
+    pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, data_parallel_size=2, tensor_parallel_size=2)
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
     wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
     with StreamingManager(pairs) as manager:
@@ -227,22 +192,6 @@ def other_ranks(replicas: set[int]) -> set[int]:
     return {pid for pid, command in below if "spawn_main" in command}
 
 
-def test_bad_requests_are_refused_before_anything_runs(llm, one):
-    for prompts, params in (
-        (["a", [9999]], SamplingParams()),
-        ("a", SamplingParams(max_tokens=10**6)),
-        (["a", []], SamplingParams()),
-    ):
-        errors = []
-        for each in (llm, one):
-            with pytest.raises(PromptError) as told:
-                each.generate(prompts, params, use_tqdm=False)
-            errors.append(str(told.value))
-        assert errors[0] == errors[1]
-    with pytest.raises(RoseError, match="an LLM of 2 replicas has no engine in this process"):
-        _ = llm.engine
-
-
 def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
     class Interrupted(Bar):
         def update(self, n: int) -> None:
@@ -255,35 +204,21 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
     assert_answers(llm, expected)
 
 
-def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, expected, monkeypatch):
-    class Broken(SamplingParams):
-        """Refused by an engine's checks only once it runs."""
-
-        @property
-        def is_penalised(self) -> bool:
-            raise ZeroDivisionError("on purpose")
-
+@pytest.mark.parametrize(
+    ("error", "options", "told"),
+    [
+        (OptionError, {"data_parallel_size": 1, "block_size": 3}, "block_size is 3; it must be a power"),
+        (DeviceError, {"data_parallel_size": 9}, f"9 needs 9 CPUs; the Ray cluster has {CPUS}"),
+        (DeviceError, {"data_parallel_size": 3, "tensor_parallel_size": 2}, "cluster's 6 are free"),
+        (ClusterError, {"ray_address": "127.0.0.1:1"}, "cannot also join '127.0.0.1:1'"),
+        (RecipeError, {"tensor_parallel_size": 2, "rung": "cuda_graph"}, "needs rung 'fused_append'"),
+    ],
+)
+def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch, error, options, told):
     before = settled()
-    with pytest.raises(Exception, match="on purpose"):
-        llm.generate("a", Broken(), use_tqdm=False)
-    assert_answers(llm, expected)
-    until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
-
-
-def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
-    before = settled()
-    with pytest.raises(OptionError, match="block_size is 3; it must be a power of two"):
-        LLM(device="cpu", data_parallel_size=1, ray_address="auto", block_size=3)
-    with pytest.raises(DeviceError, match=f"data_parallel_size 9 needs 9 CPUs; the Ray cluster has {CPUS}"):
-        LLM(device="cpu", data_parallel_size=9)
-    with pytest.raises(ClusterError, match="cannot also join '127.0.0.1:1'"):
-        LLM(device="cpu", data_parallel_size=2, ray_address="127.0.0.1:1")
-    told = "needs 6 CPUs, 2 of a host each; . of the Ray cluster's 6 are free"
-    with monkeypatch.context() as patch, pytest.raises(DeviceError, match=told):
-        patch.setattr(runtime, "FREE_WITHIN_S", 0.5)
-        LLM(device="cpu", data_parallel_size=3, tensor_parallel_size=2)
-    with pytest.raises(RecipeError, match="needs rung 'fused_append' or a later one"):
-        LLM(device="cpu", data_parallel_size=1, tensor_parallel_size=2, ray_address="auto", rung="cuda_graph")
+    monkeypatch.setattr(runtime, "FREE_WITHIN_S", 0.5)
+    with pytest.raises(error, match=told):
+        LLM(**{"device": "cpu", "data_parallel_size": 1, "ray_address": "auto"} | options)
     until(lambda: actors() == before)
 
 

@@ -106,19 +106,6 @@ def test_no_request_is_lost_or_given_twice_and_the_least_busy_replica_gets_the_n
         model.check()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 5))
-def test_requests_that_are_all_known_at_once_differ_by_at_most_one_between_replicas(sizes, n_replicas):
-    router = Router(window=len(sizes))
-    for replica in range(n_replicas):
-        router.add(replica)
-    for request, n_new in enumerate(sizes):
-        router.submit(Routed(request, 1, n_new))
-    assert len(router.assign()) == len(sizes)
-    loads = [router.outstanding(replica) for replica in range(n_replicas)]
-    assert max(loads) - min(loads) <= max(sizes) + 1
-
-
 def with_two_replicas() -> Router:
     router = Router(window=100, known_blocks=100)
     router.add(0)

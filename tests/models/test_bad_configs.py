@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import CheckpointError
-from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import load_config
-from rosellm.models.families.table import FAMILIES, read_arch, write_arch
+from rosellm.models.families.table import FAMILIES, read_arch
 from rosellm.models.weights import dummy_model
-from tests.helpers import CPU, small_config
+from tests.helpers import CPU
 from tests.models.family_checks import sizes
 
-ROTARY = [family for family in FAMILIES if family != "gpt2"]
 HUGE = 10**30
-NAN, INFINITE = float("nan"), float("inf")
+NAN = float("nan")
 ORIGINAL = "original_max_position_embeddings"
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 32}
 FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}
 
 
 def scaled(rope: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -42,14 +37,15 @@ def refused(family: str, change: dict[str, Any], *words: str) -> None:
 
 ROPES = [
     (scaled({"rope_type": "dynamic"}), "rope_type 'dynamic' is not supported; default, linear, llama3, yarn"),
-    (scaled({"rope_type": ["yarn"]}), "rope_type ['yarn']"),
     ({"rope_scaling": {"type": "su"}}, "rope_type 'su'"),
-    *((scaled(LINEAR, factor=bad), f"factor is {bad!r}; a number above 1e-06") for bad in (0, "4", True)),
-    *((scaled(LINEAR, factor=bad), f"factor is {bad!r}") for bad in (None, NAN, INFINITE, HUGE, 1e-300)),
-    *((scaled(LINEAR, rope_theta=bad), f"rope_theta is {bad!r}; a number above 1") for bad in ("1", 1)),
+    *(
+        (scaled(LINEAR, factor=bad), f"factor is {bad!r}; a number above 1e-06")
+        for bad in (0, "4", NAN, HUGE)
+    ),
+    (scaled(LINEAR, rope_theta=1), "rope_theta is 1; a number above 1"),
     (scaled(LLAMA3, low_freq_factor=4.0), "low_freq_factor is 4.0; a number below high_freq_factor 4.0"),
     (scaled(LLAMA3, high_freq_factor="4"), "high_freq_factor is '4'"),
-    *((scaled(LLAMA3, **{ORIGINAL: bad}), f"{ORIGINAL} is {bad!r}; a whole number") for bad in (0, 0.5)),
+    (scaled(LLAMA3, **{ORIGINAL: 0.5}), f"{ORIGINAL} is 0.5; a whole number"),
     (scaled(YARN, attention_factor=-1.0), "attention_factor is -1.0"),
     (scaled(YARN, beta_fast=NAN), "beta_fast is nan"),
     (scaled(YARN, mscale="x", mscale_all_dim=1.0), "mscale is 'x'"),
@@ -57,7 +53,6 @@ ROPES = [
     (scaled(YARN, factor=1e11), "n_positions is 3200000000000; a whole number from 1 to 2147483647"),
     (scaled({}, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported; only 1.0 is"),
     ({"rope_parameters": {FULL: YARN, SLIDING: LLAMA3}}, "differ between kinds of layers"),
-    ({"rope_parameters": [YARN]}, "rope_parameters is [{"),
     ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; an object is needed"),
 ]
 SHAPES = [
@@ -66,17 +61,16 @@ SHAPES = [
     ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even one"),
     ({"head_dim": None, "num_attention_heads": 5}, "d_model 48 is not a multiple of n_heads 5"),
     ({"num_hidden_layers": 10**9}, "n_layers is 1000000000; a whole number from 1 to 4096"),
-    ({"hidden_size": True}, "d_model is True"),
     ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
     ({"max_position_embeddings": 0}, "n_positions is 0"),
     *(({"rms_norm_eps": bad}, f"norm_eps is {bad!r}") for bad in (0, NAN, "1e-6", None)),
     ({"tie_word_embeddings": 1}, "tie_embeddings is 1; true or false"),
     ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported; only 'silu'"),
-    *(({"eos_token_id": bad}, "eos_token_id is", "token id") for bad in ("</s>", [1, 2.0], -1, [HUGE])),
+    *(({"eos_token_id": bad}, "eos_token_id is", "token id") for bad in ("</s>", [1, 2.0], -1)),
     ({"dtype": ["float16"]}, "dtype ['float16'] is not supported; float32"),
     ({"quantization_config": {}}, "the checkpoint is quantised"),
     ({"hidden_size": None}, "config.json lacks hidden_size"),
-    *(({name: 10**4000}, "an integer of 13288 bits") for name in ("head_dim", "dtype", "rope_theta")),
+    ({"head_dim": 10**4000}, "an integer of 13288 bits"),
 ]
 BOTH = {"sliding_window": 7, "use_sliding_window": True}
 LAYERS = [
@@ -91,7 +85,7 @@ MORE_LAYERS = [
     ({"max_window_layers": -1}, "max_window_layers is -1; a whole number"),
     ({"use_sliding_window": None}, "use_sliding_window is None; true or false"),
 ]
-OF_ALL = [(family, *case) for family in ("llama", "qwen3") for case in ROPES + SHAPES]
+OF_ALL = [("llama" if i % 2 else "qwen3", *case) for i, case in enumerate(ROPES + SHAPES)]
 OF_ALL += [(family, BOTH | change, words) for family in ("mistral", "qwen2") for change, words in LAYERS]
 OF_ALL += [("qwen3", BOTH | change, words) for change, words in MORE_LAYERS]
 OWN = [
@@ -112,11 +106,6 @@ def test_a_bad_field_is_refused_with_its_value(case):
     refused(*case)
 
 
-def test_norms_on_queries_need_rotary_embeddings():
-    with pytest.raises(CheckpointError, match="norms on q and k"):
-        small_config(qk_norm=True)
-
-
 def test_a_table_of_angles_that_no_memory_holds_is_refused_before_it_is_made(tmp_path):
     huge = {"max_position_embeddings": 2**31 - 1, "head_dim": 2048, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(sizes("llama") | {"model_type": "llama"} | huge))
@@ -130,46 +119,3 @@ def test_a_bad_generation_config_is_refused(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match="generation_config.json|eos_token_id"):
         load_config(tmp_path)
-
-
-# Fuzzing: whatever stands in a config, it is a shape that can be written and tabulated, or it is refused.
-
-NUMBERS = [
-    *(0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, HUGE, 10**400),
-    *(0.0, -1.5, 1.5, 1e-320, 1e308, INFINITE, NAN),
-]
-OTHERS = [None, True, False, "", "yarn", "linear", "2", "\n", [], {}, [1], ["a"], {"factor": 2.0}]
-CONFIGS = [
-    sizes(family) | {"model_type": family, "dtype": "bfloat16", "layer_types": None} | WINDOW | rope
-    for family in ROTARY
-    for rope in ({}, scaled(YARN), scaled(LLAMA3), {"rope_scaling": {"type": "linear", "factor": 2.0}})
-]
-
-
-@st.composite
-def spoilt(draw: st.DrawFn) -> dict[str, Any]:
-    """A config with one to three fields changed, at the top or among those of the angles."""
-    config = deepcopy(draw(st.sampled_from(CONFIGS)))
-    for _ in range(draw(st.integers(1, 3))):
-        inner = [value for value in config.values() if isinstance(value, dict) and value]
-        fields = draw(st.sampled_from([config, *inner]))
-        fields[draw(st.sampled_from(sorted(fields)))] = draw(st.sampled_from(NUMBERS + OTHERS))
-    return config
-
-
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(config=spoilt())
-def test_whatever_stands_in_a_config_is_a_shape_with_finite_angles_or_refused(config):
-    try:
-        arch = read_arch(config)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-        return
-    assert read_arch(json.loads(json.dumps(write_arch(arch)))) == arch
-    assert arch.n_parameters > 0 and finite_angles(arch)
-
-
-def finite_angles(arch: Arch) -> bool:
-    if arch.rope is None or arch.head_dim > 4096:
-        return True
-    return bool(arch.rope.table(4, arch.head_dim, CPU).isfinite().all())

@@ -18,9 +18,8 @@ from rosellm.models.families.family import FULL, SLIDING
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
 from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
-from tests.helpers import random_model
+from tests.helpers import CPU, random_model, small_config
 from tests.models.family_checks import (
-    CPU,
     check_equal,
     loaded,
     our_logits,
@@ -28,7 +27,7 @@ from tests.models.family_checks import (
     sizes,
     their_logits,
     their_model,
-)
+)  # fmt: skip
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
 SCALED = [family for family in ROTARY if family != "phi3"]  # transformers' has longrope only
@@ -210,7 +209,6 @@ def test_a_known_shape_survives_its_own_spelling_and_that_of_transformers(arch):
 
 
 PARAMETERS = {
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
@@ -231,6 +229,28 @@ def test_the_end_of_text_tokens_of_generation_outrank_the_configs(tmp_path):
 
 
 # config.json
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def test_a_sparse_config_takes_gpt2s_defaults():
+    assert read_arch(GPT2 | {"n_inner": None}) == small_config(d_ff=128, n_kv_heads=2, norm=Norm(eps=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [({}, ()), ({"eos_token_id": None}, ()), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": [7, 0]}, (7, 0))],
+    ids=str,
+)
+def test_a_config_names_no_end_of_text_one_or_several(given, ids):
+    assert read_arch(GPT2 | given).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_config_names_its_checkpoints_dtype_in_either_field(name):
+    assert read_arch(GPT2 | {name: "bfloat16"}).dtype == "bfloat16"
+    assert read_arch(GPT2 | {name: None}).dtype is None
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -282,13 +302,6 @@ def test_yarn_makes_room_for_the_positions_that_it_stretches_to():
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read_arch(base | {"rope_scaling": stretched}).n_positions == 512
     assert read_arch(base | {"rope_scaling": stretched | {"factor": 0.5}}).n_positions == 128
-
-
-def test_without_rotary_fields_the_angles_are_the_plain_ones():
-    base = sizes("llama") | {"model_type": "llama"}
-    for fields in ({}, {"rope_scaling": None}, {"rope_parameters": None}, {"rope_parameters": {}}):
-        assert read_arch(base | fields).rope == Rope(10_000.0)
-    assert read_arch(base | {"rope_theta": 500.0, "rope_scaling": None}).rope == Rope(500.0)
 
 
 # Names
