@@ -27,15 +27,6 @@ def test_a_writer_that_is_stopped_leaves_the_old_file_and_nothing_else(
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_file_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json.gz"
-    with replacing(path) as unfinished:
-        assert unfinished.name == path.name  # a writer may go by the ending
-        unfinished.write_bytes(b"whole")
-        assert not path.exists()
-    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
-
-
 def test_a_link_goes_on_pointing_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     path, link = tmp_path / "record.json", tmp_path / "link.json"
     path.write_text("old")

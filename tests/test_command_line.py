@@ -31,13 +31,6 @@ def test_help_tells_a_default_once_as_it_is_typed(option, told):
     assert parser.format_help().splitlines()[-1].split("  ")[-1].strip() == told
 
 
-def test_a_usage_error_is_one_line_and_status_2(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        OneLineParser(prog="p").parse_args(["--no\nsuch"])
-    assert leaving.value.code == 2
-    assert capsys.readouterr().err == "error: unrecognized arguments: --no such\n"
-
-
 def test_an_error_names_options_in_the_caller_s_own_way(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DeviceError, match="is not available on this machine; use device='cpu'"):

@@ -1,10 +1,13 @@
-"""The committed notebooks: fit to be compared by nbval, and alive under other parameters than their own."""
+"""The committed notebooks: short, fit to be compared by nbval, alive under other parameters as well."""
 
+import ast
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import nbformat
@@ -15,9 +18,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
+from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS as FOUND
 from rosellm.lab.records.records import results_folder
 from rosellm.models.families.table import write_arch
-from tests.exercises import solved
+from rosellm.roseinfer.recipe import BEFORE
+from tests.exercises import solution_in, solved
 from tests.helpers import WINDOWED, small_config
 from tests.lab.made_up_machine import FOLDER, NAME, add_complete_machine
 from tests.side_by_side import SIDE_BY_SIDE
@@ -28,10 +33,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NON_DEFAULT = {"batch": 3, "new_tokens": 9}
 MAX_BYTES = 300_000
 MAX_LINES = 25
+LIMITS = {"cells": 40, "words": 1500, "code": 200, "median": 14, "longest": 20, "imports": 5, "columns": 112}
+CARD = ("Change", "Invariant", "Hypothesis", "Wins", "Loses", "Superseded by")
+HIDDEN = "hide-input"
 UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
 MACHINE_PATH = re.compile(
     r"(?<![\w.<:/])/(?:data|home|mnt|opt|private|root|srv|tmp|usr|var|work|Users)/[\w.-]+|[A-Z]:\\\\?Users"
 )
+OUR_IMPORT = re.compile(r"^\s*(?:import|from) +(rosellm|transformers|triton)\b", re.MULTILINE)
 MACHINES = """from rosellm.lab.records import machines
 machines.find = lambda name, _, find=machines.find: find(name, __import__("pathlib").Path({!r}))
 del machines"""  # and no name more in the notebook
@@ -39,80 +48,45 @@ UNRECORDED = "if nb.verdicts():"  # the cell of a rung whose whole runs no machi
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def faults(path: Path) -> list[str]:
-    """What makes a committed notebook unfit to be compared by nbval, or to be read."""
-    notebook = nbformat.read(path, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    found = [*_execution_faults(code), *_metadata_faults(notebook), *_import_faults(code)]
-    if "kernelspec" in notebook.metadata and not found:
-        found += _unreadable_parameters(path, code)
-    found += [f"a cell of more than {MAX_LINES} lines" for cell in notebook.cells if _is_long(cell)]
-    found += [
-        f"a path of one machine: {match}" for match in MACHINE_PATH.findall("\n".join(_texts(notebook)))
-    ]
-    if str(ROOT) in path.read_text(encoding="utf-8"):
-        found.append("the path of this checkout")
-    if path.stat().st_size >= MAX_BYTES:
-        found.append(f"{path.stat().st_size} bytes, {MAX_BYTES} or more")
-    return found
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _execution_faults(code: list[NotebookNode]) -> Iterator[str]:
-    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
-        yield "code cells not executed once each, in order"
-    if any(output.output_type == "error" for cell in code for output in cell.outputs):
-        yield "an error among the outputs"
-    if any(output.get("name") == "stderr" for cell in code for output in cell.outputs):
-        yield "a warning among the outputs"
-    if not any(cell.outputs and not UNCHECKED & _tags(cell) for cell in code):
-        yield "no output that nbval compares"
+def sources(path: Path) -> list[str]:
+    return [cell.source for cell in code_cells(nbformat.read(path, 4))]
 
 
-def _metadata_faults(notebook: NotebookNode) -> Iterator[str]:
-    yield from (f"metadata.{key}" for key in ("widgets", "papermill") if key in notebook.metadata)
-    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
-        yield "a kernelspec other than python3"
-    if sum("parameters" in _tags(cell) for cell in notebook.cells) != 1:
-        yield "not exactly one cell tagged parameters"
-
-
-def _unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str]:
-    """papermill reads the cell line by line and passes over what it cannot: an ``=`` in a comment, say."""
-    cell = _joined([cell for cell in code if "parameters" in _tags(cell)])
-    assigned = re.findall(r"^(\w+) *[:=]", cell, re.MULTILINE)
-    known = papermill.inspect_notebook(path)
-    for name in assigned:
-        if name not in known:
-            yield f"a parameter that papermill cannot read: {name}"
-        elif known[name]["inferred_type_name"] == "None":
-            yield f"a parameter without a type: {name}"
-
-
-def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
-    imported = re.findall(
-        r"^\s*(?:import|from) +(rosellm|transformers|triton)\b", _joined(code), re.MULTILINE
-    )
-    if "rosellm" not in imported or imported[0] != "rosellm":
-        yield "rosellm not imported, or not before transformers and triton"
-
-
-def _code(path: Path) -> list[str]:
-    return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-
-
-def _joined(cells: list[NotebookNode]) -> str:
-    return "\n".join(cell.source for cell in cells)
-
-
-def _tags(cell: NotebookNode) -> set[str]:
+def tags(cell: NotebookNode) -> set[str]:
     return set(cell.metadata.get("tags", []))
 
 
-def _is_long(cell: NotebookNode) -> bool:
-    return len(cell.source.splitlines()) > MAX_LINES
+def faults(path: Path) -> list[str]:
+    """What makes a committed notebook unfit to be compared by nbval, or to be read."""
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in code_cells(notebook) if cell.source.strip()]
+    outputs = [output for cell in code for output in cell.outputs]
+    imported = OUR_IMPORT.findall("\n".join(cell.source for cell in code))
+    tests = {
+        "code cells not executed once each, in order": [cell.execution_count for cell in code]
+        != list(range(1, len(code) + 1)),
+        "an error among the outputs": any(output.output_type == "error" for output in outputs),
+        "a warning among the outputs": any(output.get("name") == "stderr" for output in outputs),
+        "no output that nbval compares": not any(c.outputs and not UNCHECKED & tags(c) for c in code),
+        "metadata of widgets or papermill": {"widgets", "papermill"} & notebook.metadata.keys(),
+        "a kernelspec other than python3": notebook.metadata.kernelspec.name != "python3",
+        "not exactly one cell tagged parameters": sum("parameters" in tags(c) for c in notebook.cells) != 1,
+        "rosellm not imported, or not before transformers and triton": imported[:1] != ["rosellm"],
+        f"a cell of more than {MAX_LINES} lines": any(
+            len(cell.source.splitlines()) > MAX_LINES for cell in notebook.cells
+        ),
+        "a path of one machine": MACHINE_PATH.search("\n".join(texts(notebook))),
+        "the path of this checkout": str(ROOT) in path.read_text(encoding="utf-8"),
+        f"{MAX_BYTES} bytes or more": path.stat().st_size >= MAX_BYTES,
+    }
+    return [told for told, is_so in tests.items() if is_so] or list(unreadable_parameters(path, code))
 
 
-def _texts(notebook: NotebookNode) -> Iterator[str]:
+def texts(notebook: NotebookNode) -> Iterator[str]:
     for cell in notebook.cells:
         yield cell.source
         for output in cell.get("outputs", []):
@@ -120,6 +94,17 @@ def _texts(notebook: NotebookNode) -> Iterator[str]:
             yield from (
                 str(data) for kind, data in output.get("data", {}).items() if kind.startswith("text/")
             )
+
+
+def unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str]:
+    """papermill reads the cell line by line and passes over what it cannot: an ``=`` in a comment, say."""
+    (cell,) = [cell for cell in code if "parameters" in tags(cell)]
+    known = papermill.inspect_notebook(path)
+    for name in re.findall(r"^(\w+) *[:=]", cell.source, re.MULTILINE):
+        if name not in known:
+            yield f"a parameter that papermill cannot read: {name}"
+        elif known[name]["inferred_type_name"] == "None":
+            yield f"a parameter without a type: {name}"
 
 
 def sound() -> NotebookNode:
@@ -135,59 +120,190 @@ def sound() -> NotebookNode:
     return new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
-def _set(index: int, **fields: object) -> Callable[[NotebookNode], None]:
-    return lambda notebook: notebook.cells[index].update(fields)
+def said(text: str) -> dict[str, Any]:
+    return {"outputs": [new_output("stream", text=text)]}
 
 
-def _meta(**fields: object) -> Callable[[NotebookNode], None]:
-    return lambda notebook: notebook.metadata.update(fields)
+def shown(**data: str) -> dict[str, Any]:
+    return {
+        "outputs": [new_output("display_data", {kind.replace("_", "/"): text for kind, text in data.items()})]
+    }
 
 
-ERROR = new_output("error", ename="ValueError", evalue="x", traceback=[])
-SPOILT = {
-    "a cell not executed": (_set(3, execution_count=None), "not executed once each"),
-    "an error": (_set(4, outputs=[ERROR]), "an error among"),
-    "a parameter unread": (_set(1, source='batch: int = 4  # or model="x"'), "cannot read: batch"),
-    "a parameter untyped": (_set(1, source="batch = 4"), "without a type: batch"),
-    "stripped outputs": (_set(3, outputs=[]), "no output that nbval compares"),
-    "only unchecked outputs": (_set(3, metadata={"tags": ["nbval-ignore-output"]}), "no output that nbval"),
-    "widget state": (_meta(widgets={}), "metadata.widgets"),
-    "another kernel": (_meta(kernelspec={"name": "mine", "display_name": "x"}), "other than python3"),
-    "no rosellm": (_set(2, source="import torch"), "rosellm not imported"),
-    "transformers first": (
-        _set(2, source="from transformers import x\nimport rosellm"),
-        "before transformers",
-    ),
-    "no parameters": (_set(1, metadata={}), "not exactly one cell tagged parameters"),
-    "a long cell": (_set(2, source="import rosellm\n" + "x = 1\n" * 25), "more than 25 lines"),
-    "a home folder": (_set(3, outputs=[new_output("stream", text="in /home/me/x.py")]), "/home/me"),
-    "a path in a table": (_set(4, outputs=[new_output("display_data", {"text/html": "'/opt/x'"})]), "/opt/x"),
-    "this checkout": (
-        _set(4, outputs=[new_output("display_data", {"a/b": str(ROOT)})]),
-        "path of this checkout",
-    ),
-    "too many bytes": (_set(4, outputs=[new_output("stream", text="x" * MAX_BYTES)]), "300000 or more"),
-}
+ERROR = {"outputs": [new_output("error", ename="ValueError", evalue="x", traceback=[])]}
+SPOILT = [  # the cell, or None: the notebook's metadata; what is changed there; the fault
+    (3, {"execution_count": None}, "not executed once each"),
+    (4, ERROR, "an error among"),
+    (1, {"source": 'batch: int = 4  # or model="x"'}, "cannot read: batch"),
+    (1, {"source": "batch = 4"}, "without a type: batch"),
+    (3, {"outputs": []}, "no output that nbval compares"),
+    (3, {"metadata": {"tags": ["nbval-ignore-output"]}}, "no output that nbval compares"),
+    (None, {"widgets": {}}, "metadata of widgets"),
+    (None, {"kernelspec": {"name": "mine", "display_name": "x"}}, "other than python3"),
+    (2, {"source": "import torch"}, "rosellm not imported"),
+    (2, {"source": "from transformers import x\nimport rosellm"}, "before transformers"),
+    (1, {"metadata": {}}, "not exactly one cell tagged parameters"),
+    (2, {"source": "import rosellm\n" + "x = 1\n" * 25}, "more than 25 lines"),
+    (3, said("in /home/me/x.py"), "a path of one machine"),
+    (4, shown(text_html="'/opt/x'"), "a path of one machine"),
+    (4, shown(a_b=str(ROOT)), "path of this checkout"),
+    (4, said("x" * MAX_BYTES), "300000 bytes or more"),
+]
 
 
-def test_a_sound_notebook_has_no_faults(tmp_path):
-    nbformat.write(sound(), tmp_path / "sound.ipynb")
-    assert faults(tmp_path / "sound.ipynb") == []
-
-
-@pytest.mark.parametrize("case", SPOILT)
-def test_the_guard_finds_each_fault_alone(case, tmp_path):
-    notebook = sound()
-    spoil, expected = SPOILT[case]
-    spoil(notebook)
-    nbformat.write(notebook, tmp_path / "spoilt.ipynb")
-    (found,) = faults(tmp_path / "spoilt.ipynb")
-    assert expected in found
+@pytest.mark.parametrize(("cell", "change", "told"), SPOILT, ids=[told for _cell, _change, told in SPOILT])
+def test_the_guard_finds_each_fault_alone(cell, change, told, tmp_path):
+    path, notebook = tmp_path / "spoilt.ipynb", sound()
+    nbformat.write(notebook, path)
+    assert faults(path) == []
+    (notebook.metadata if cell is None else notebook.cells[cell]).update(change)
+    nbformat.write(notebook, path)
+    (found,) = faults(path)
+    assert told in found
 
 
 @each_notebook
 def test_a_committed_notebook_has_no_faults(path):
     assert faults(path) == []
+
+
+def shape(notebook: NotebookNode) -> dict[str, float]:
+    """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines.
+
+    Cells tagged ``hide-input`` are folded, so their code does not count. Wider lines of code than ``columns``
+    run off a page.
+    """
+    code = [cell.source for cell in code_cells(notebook) if HIDDEN not in tags(cell)]
+    lines = [n for source in code if (n := sum(map(bool, map(str.strip, source.splitlines()))))]
+    text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    return {
+        "cells": len(notebook.cells),
+        "words": sum(len(source.split()) for source in text),
+        "code": sum(lines),
+        "median": median(lines),
+        "longest": max(lines),
+        "imports": sum(map(import_lines, code)),
+        "columns": max(len(line) for source in code for line in source.splitlines()),
+    }
+
+
+def import_lines(source: str) -> int:
+    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
+
+
+@each_notebook
+def test_a_notebook_is_short_enough_to_be_finished_and_opens_with_its_card(path):
+    notebook = nbformat.read(path, 4)
+    assert {name: n for name, n in shape(notebook).items() if n > LIMITS[name]} == {}
+    assert [name for name in CARD if f"**{name}**" not in notebook.cells[0].source] == []
+
+
+@each_notebook
+def test_plumbing_is_folded_in_pages_and_in_lab(path):
+    """Parameters, imports alone, the rung's opening and sentences held by claims."""
+    plumbing = re.compile(r"\bopen_rung\(|\.(?:conclude|predict|verdict|outcome)\(")
+    for cell in code_cells(nbformat.read(path, 4)):
+        assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == (HIDDEN in tags(cell))
+        if "parameters" in tags(cell) or plumbing.search(cell.source):
+            assert HIDDEN in tags(cell), cell.source
+
+
+@each_notebook
+def test_an_exercise_is_empty_and_has_a_solution_of_its_name_below_it(path):
+    """That the solutions are right, the notebook's run below shows."""
+    cells = nbformat.read(path, 4).cells
+    found = [
+        (cell.source, solution_in(below.source))
+        for cell, below in pairwise(cells)
+        if "exercise" in tags(cell)
+    ]
+    assert found
+    for exercise in found:
+        empty, written = (
+            node
+            for source in exercise
+            for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef)
+        )
+        assert empty.name == written.name
+        assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in empty.body)
+
+
+@each_notebook
+def test_a_notebook_takes_the_machines_whose_records_it_shows_and_passes_them_on(path):
+    (given,) = [cell for cell in nbformat.read(path, 4).cells if "parameters" in tags(cell)]
+    assert 'record: str = "nvidia-h200"' in given.source
+    nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
+    calls = [node for node in nodes if _called(node) == "open_rung"]
+    assert calls and all("record" in [keyword.arg for keyword in call.keywords] for call in calls)
+
+
+# Cells that print figures of the reference's records alone: a notebook, how the cell begins, and why.
+REFERENCE_ONLY = {
+    ("23", "causes = "): "a prediction",
+    ("26", "records = "): "how the shipped models were trained",
+    ("27", "rows = "): "times a rival that ran on the reference alone",
+    ("28", "floor = "): "a prediction",
+    ("28", "def foretold("): "a prediction",
+    ("34", "w8 = "): "a prediction",
+    ("35", "CACHED, ROWS = "): "a plan",
+    ("37", "guess = "): "a plan",
+}
+RECORDS = re.compile(
+    r"\b(?:nb|mixed|epilogue)\.(?:results|ledger|ledger_before|step_us|whole_run_us|verdicts)\b"
+)
+TELLS = re.compile(r"(?<![.\w])(?:print|say|show|show_table|display|explore)\(")
+
+
+@each_notebook
+def test_a_cell_that_shows_records_shows_those_of_every_machine(path):
+    """That it names them, the notebook's run below shows; a sentence's claims rest on the reference."""
+    alone = [
+        source
+        for source in sources(path)
+        if RECORDS.search(source) and TELLS.search(source) and not SIDE_BY_SIDE.search(source)
+    ]
+    known = [start for number, start in REFERENCE_ONLY if path.stem.startswith(number)]
+    assert [next(filter(source.startswith, known), source) for source in alone] == known
+
+
+def verdicts_told(path: Path) -> list[str]:
+    """The rungs that a notebook opens against the rung that each changes, and gives a verdict on."""
+    nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
+    opened = {
+        node.targets[0].id: node.value.args[0].value
+        for node in nodes
+        if isinstance(node, ast.Assign) and _called(node.value) == "open_rung" and len(node.value.args) == 1
+    }
+    judged = {node.func.value.id for node in nodes if _called(node) == "verdict"}
+    return [rung for name, rung in opened.items() if name in judged]
+
+
+def _called(node: ast.AST) -> str:
+    """The function or method that a node calls."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def test_every_rung_is_told_in_one_notebook_which_bears_the_number_of_its_first():
+    """What a reader adds may tell of any rung; it must not take a number."""
+    known = {number for act in ACTS for number in act.numbers}
+    own = [path for path in NOTEBOOKS if path.stem[:2] in known]
+    told = {path.stem: rungs for path in own if (rungs := verdicts_told(path))}
+    found = [(rung, name) for rung, name in FOUND.items() if name[:2] in known]
+    assert [(rung, name) for name, rungs in told.items() for rung in rungs] == found
+    assert list(FOUND) == list(BEFORE)
+    numbers = [int(name[:2]) + i for name, rungs in told.items() for i in range(len(rungs))]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_notebook_leads_to_the_next_one():
+    """From one of the package: what a reader adds has a number well above."""
+    ends = {path.stem: nbformat.read(path, 4).cells[-1].source for path in NOTEBOOKS[1:]}
+    pairs = [(name, after) for name, after in pairwise(ends) if int(after[:2]) - int(name[:2]) <= 2]
+    assert len(pairs) > 20
+    assert [name for name, after in pairs if f"]({after}.ipynb)" not in ends[name]] == []
 
 
 def other_parameters(path: Path) -> dict[str, int]:
@@ -208,8 +324,8 @@ def kernel() -> Iterator[WarmKernel]:
 def first_answers(kernel: WarmKernel, path: Path, parameters: dict[str, Any]) -> list[str]:
     """What the cells up to the first that uses the parameters say."""
     notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    (injected,) = [i for i, cell in enumerate(code) if "injected-parameters" in _tags(cell)]
+    code = code_cells(notebook)
+    (injected,) = [i for i, cell in enumerate(code) if "injected-parameters" in tags(cell)]
     return [kernel.run(cell.source) for cell in code[: injected + 2]]
 
 
@@ -217,7 +333,7 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
     """Each code cell's source; an exercise is solved, and must be right."""
     for cell, below in zip(notebook.cells, [*notebook.cells[1:], new_markdown_cell()], strict=True):
         if cell.cell_type == "code":
-            yield solved(cell.source, below.source) if "exercise" in _tags(cell) else cell.source
+            yield solved(cell.source, below.source) if "exercise" in tags(cell) else cell.source
 
 
 QUICK = ("03",)  # the others' second run is slow

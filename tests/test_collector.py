@@ -1,10 +1,11 @@
-"""What a full garbage collection passes over while an engine serves, and what it still finds."""
+"""The garbage collector while an engine serves: what is off or passed over, and that it ends."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from threading import Thread
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from rosellm import SamplingParams
 from rosellm.frozen_heap import _Freezes, frozen_heap
 from rosellm.models.tokenizer import load_dummy_tokenizer
+from rosellm.no_collection import no_collection
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import random_model, small_config, small_engine
@@ -34,11 +36,6 @@ class Watched:
         self.seen.add(is_frozen(self))
 
 
-def enter_and_leave() -> None:
-    with frozen_heap():
-        pass
-
-
 def is_frozen(one: object) -> bool:
     """Whether a collection passes over it."""
     return not any(found is one for found in gc.get_objects())
@@ -53,38 +50,62 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()
 
 
-def test_circles_made_within_are_collected():
+OLD = Circle()
+BOTH = pytest.mark.parametrize(
+    ("within", "holds"),
+    [(frozen_heap, lambda: is_frozen(OLD)), (no_collection, lambda: not gc.isenabled())],
+    ids=["frozen", "off"],
+)
+Within = Callable[[], AbstractContextManager]
+
+
+@BOTH
+def test_only_the_end_of_the_last_of_several_undoes_it(within: Within, holds: Callable[[], bool]):
+    def enter_and_leave() -> None:
+        with within():
+            pass
+
+    with within():
+        thread = Thread(target=enter_and_leave)
+        thread.start()
+        thread.join()
+        assert holds()
+    assert not holds()
+
+
+@BOTH
+def test_an_error_within_undoes_it(within: Within, holds: Callable[[], bool]):
+    with pytest.raises(RuntimeError), within():
+        assert holds()
+        raise RuntimeError
+    assert not holds()
+
+
+def test_a_collector_that_was_off_before_stays_off():
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_circles_made_within_a_frozen_heap_are_collected():
     with frozen_heap():
         gone = weakref.ref(Circle())
         gc.collect()
         assert gone() is None
 
 
-def test_only_the_end_of_the_last_of_several_undoes_it():
-    old = Circle()
-    with frozen_heap():
-        thread = Thread(target=enter_and_leave)
-        thread.start()
-        thread.join()
-        assert is_frozen(old)
-    assert not is_frozen(old)
-
-
-def test_an_error_within_undoes_it():
-    old = Circle()
-    with pytest.raises(RuntimeError), frozen_heap():
-        raise RuntimeError
-    assert not is_frozen(old)
-
-
-def test_a_run_of_all_requests_is_within():
+def test_a_run_of_all_requests_is_within_a_frozen_heap():
     engine, watched = small_engine(random_model(0)), Watched(3)
     OfflineScheduler(engine).run([[1, 2]], PARAMS, watched)
     assert watched.seen == {True}
     assert not is_frozen(watched)
 
 
-def test_a_streaming_manager_is_within_until_it_is_closed():
+def test_a_streaming_manager_is_within_a_frozen_heap_until_it_is_closed():
     engine = small_engine(random_model(0), tokenizer=load_dummy_tokenizer(small_config()))
     with StreamingManager(engine) as manager:
         manager.result(manager.add_request([1, 2], PARAMS))
