@@ -32,8 +32,7 @@ LONG = PROCESSES | {
     "test_machine_folder.py",
     "test_replicas.py",
     "test_sweep_on_ray.py",
-    "test_types.py",
-    "test_wheel.py",
+    "test_packaging.py",
 }
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, it would be ignored

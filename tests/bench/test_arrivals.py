@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rosellm.bench import benchmark_streaming, job
+from rosellm.bench import benchmark_streaming
 from rosellm.bench.arrivals import (
     Arrival,
     goodput,
@@ -205,13 +205,6 @@ def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path, 
     assert kv_blocks_wanted(options, gpt, longest_prompt=40) == 3 * 6 + SPARE_KV_BLOCKS
     print_header(Engine(gpt, max_batch_size=2), parse(of_trace(tmp_path, "0,1,4", "0,2,4")))
     assert "Requests: 2, 4 new tokens each, " in capsys.readouterr().out
-
-
-def test_a_trace_that_does_not_fit_is_refused_before_its_prompts_are_drawn(
-    tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(job, "make_prompts", lambda *_given: pytest.fail("prompts were drawn"))
-    assert benchmark_streaming.main(of_trace(tmp_path, *["0,5,1"] * 100, "0,100000,1")) == 2
 
 
 def test_the_prompts_of_a_trace_take_memory_for_their_own_tokens_only(tmp_path: Path) -> None:

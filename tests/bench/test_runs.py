@@ -104,7 +104,7 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
     poison(engine, 2)
     job = Job(engine, [[1], [2], [3]], greedy(4))
     with pytest.raises(
-        RoseError, match=POISON if mode == "streaming" else f"request 2 of 3 failed: {POISON}"
+        RoseError, match=f"{'' if mode == 'streaming' else 'request 2 of 3 failed: '}{POISON}"
     ):
         if mode == "streaming":
             run_streaming_benchmark(job, StreamingLoad(), 0, 1)
@@ -140,21 +140,16 @@ def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_i
 
 
 def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_time_if_known():
-    times = {(8, "index_put"): 9e-5, (8, "generic"): 3e-5, (16, "index_put"): 12.0, (16, "generic"): 1.0}
+    times = {"index_put": {"wall": 9e-5}, "generic": {"wall": 3e-5}}
     rows = [
-        {"batch_size": batch, "variant": variant, "medians_s": {"wall": seconds}, "floor_s": 1e-6}
-        for (batch, variant), seconds in times.items()
+        {"batch_size": 8, "variant": variant, "medians_s": medians, "floor_s": 1e-6}
+        for variant, medians in times.items()
     ]
-    assert append.gain_line(rows[:2]) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
-    assert [line.split() for line in append.table(rows)[1:]] == [
-        ["8", "index_put", "90.00", "1.00x", "1.00"],
-        ["8", "generic", "30.00", "3.00x", "1.00"],
-        ["16", "index_put", "12000000.00", "1.00x", "1.00"],
-        ["16", "generic", "1000000.00", "12.00x", "1.00"],
-    ]
+    assert append.gain_line(rows) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
+    assert append.table(rows)[2].split() == ["8", "generic", "30.00", "3.00x", "1.00"]
     for row in rows:
         row["medians_s"]["device_rotating"] = 19e-6
-    assert append.gain_line(rows[:2]) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
+    assert append.gain_line(rows) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
 
 
 def append_shape(dtype: torch.dtype) -> append.Shape:
