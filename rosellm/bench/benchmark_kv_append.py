@@ -36,7 +36,6 @@ CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 COPY_BYTES = 256 << 20
 MOST_ROWS = 1 << 40
-POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # bits of a NaN by element size; marks unwritten slots
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -89,12 +88,10 @@ VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
 
 
 def make_caches(shape: Shape) -> dict[str, Tensor]:
-    """Return a layer's K and V cache, filled with poison."""
-    bits = BITS[shape.dtype.itemsize]
-    poison = POISON[shape.dtype.itemsize]
+    """Return a layer's K and V cache, filled with NaN, which marks unwritten slots."""
+    names = ("k_cache_layer", "v_cache_layer")
     return {
-        name: torch.full(shape.cache, poison, dtype=bits, device=shape.device).view(shape.dtype)
-        for name in ("k_cache_layer", "v_cache_layer")
+        name: torch.full(shape.cache, torch.nan, dtype=shape.dtype, device=shape.device) for name in names
     }
 
 
@@ -125,66 +122,54 @@ def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Sha
             raise AssertionError(f"{variant} at batch {shape.batch}: {name} differs from the specification")
 
 
-def seconds_per_call(calls: Sequence[Callable[[], object]], repeats: int, on_gpu: bool) -> list[float]:
-    """Return seconds per call, one value per repeat, after one repeat that is not timed.
+def seconds_per_call(
+    calls: Sequence[Callable[[], object]], repeats: int, device: torch.device, on_device: bool = False
+) -> list[float]:
+    """Return seconds per call, one value per repeat of all calls, after one repeat that is not timed.
 
-    Each repeat makes all calls from Python. on_gpu: device time, else wall time until the device is idle.
+    on_device: device time of replays of a CUDA graph of all calls; else wall time of calls from Python until
+    the device is idle.
     """
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    times = []
-    for _ in range(repeats + 1):
-        start = Clock(on_gpu)
-        for call in calls:
-            call()
-        if not on_gpu:
-            wait()
-        end = Clock(on_gpu)
-        end.wait()
-        times.append(end.seconds_since(start) / len(calls))
-    return times[1:]
-
-
-def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Return device seconds per call, one value per replay of a CUDA graph of all ``calls``."""
 
     def run() -> None:
         for call in calls:
             call()
 
-    replay = record_graph(run, calls[0])
-    return [seconds / len(calls) for seconds in seconds_per_call([replay], repeats, on_gpu=True)]
+    repeat = record_graph(run, calls[0]) if on_device else run
+    times = []
+    for _ in range(repeats + 1):
+        start = Clock(on_device)
+        repeat()
+        if device.type == "cuda" and not on_device:
+            torch.cuda.synchronize(device)
+        end = Clock(on_device)
+        end.wait()
+        times.append(end.seconds_since(start) / len(calls))
+    return times[1:]
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
     """Return bytes per second, reads plus writes, of a ``COPY_BYTES`` copy; one value per repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     copy = partial(torch.zeros_like(source).copy_, source)
-    return [2 * COPY_BYTES / s for s in seconds_per_call([copy], repeats, device.type == "cuda")]
-
-
-def time_variant(
-    variant: str, sets: list[Operands], kernels: Kernels, repeats: int
-) -> dict[str, list[float]]:
-    """Return seconds per call for every repeat, by timing method."""
-    device = sets[0].block_idx.device.type
-    bound = [operands.bind(variant, kernels) for operands in sets]
-    n_calls = CALLS[device]
-    rotating = bound * -(-n_calls // len(bound))
-    times = {"wall": seconds_per_call(rotating, repeats, on_gpu=False)}
-    if device == "cuda":
-        times["device_rotating"] = graph_times(rotating, repeats)
-        times["device_same"] = graph_times(bound[:1] * n_calls, repeats)
-    return times
+    return [2 * COPY_BYTES / s for s in seconds_per_call([copy], repeats, device, device.type == "cuda")]
 
 
 def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
     """Return one row per variant: raw times and medians in seconds, and the floor."""
-    sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
+    device = shape.device
+    sets = make_operands(shape, max(2, -(-ROTATED_BYTES[device.type] // shape.bytes_moved)))
     size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
     rows = []
     for variant in VARIANTS:
         check_variant(variant, sets[-1], kernels, shape)
-        times = time_variant(variant, sets, kernels, repeats)
+        bound = [operands.bind(variant, kernels) for operands in sets]
+        rotating = bound * -(-CALLS[device.type] // len(bound))
+        times = {"wall": seconds_per_call(rotating, repeats, device)}
+        if device.type == "cuda":
+            same = bound[:1] * CALLS["cuda"]
+            times["device_rotating"] = seconds_per_call(rotating, repeats, device, on_device=True)
+            times["device_same"] = seconds_per_call(same, repeats, device, on_device=True)
         medians = {way: float(np.median(seconds)) for way, seconds in times.items()}
         row = {"batch_size": shape.batch, "variant": variant, "bit_equal": True, "rotated_sets": len(sets)}
         rows.append(row | size | {"repeats_s": times, "medians_s": medians})

@@ -158,7 +158,7 @@ def _init(ray: Any, **options: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # many types: version mismatch, no token, out of memory
         of_token = TOKEN if options["address"] not in ("auto", "local") and MODE not in os.environ else ""
-        raise ClusterError(f"Ray cannot be used: {_first_line(error)}{of_token}") from error
+        raise ClusterError(f"Ray cannot be used: {describe(error)}{of_token}") from error
 
 
 def _check_answers(address: str) -> None:
@@ -196,7 +196,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
             f"the Ray address is {describe(address)}; give 'auto', or the host:port of a Ray head"
         )
     return host.strip("[]"), int(port)
-
-
-def _first_line(error: BaseException) -> str:
-    return describe(error).partition("\n")[0]

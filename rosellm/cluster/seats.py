@@ -170,4 +170,4 @@ def _raised(error: Any) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    return describe(error).partition("\n")[0] + " (see Ray's logs)"
+    return f"{describe(error)} (see Ray's logs)"

@@ -24,16 +24,6 @@ from tests.fake_memory import FakeMemory
 from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
 
-def test_the_shipped_model_comes_with_its_own_tokenizer():
-    gpt, tokenizer = load_parts(SHIPPED, "cpu")
-    assert (gpt.device, gpt.dtype) == (CPU, torch.float32)
-    assert tokenizer.decode(tokenizer.encode("def f(x):")) == "def f(x):"
-    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (
-        gpt.config.vocab_size,
-        *gpt.config.eos_token_ids,
-    )
-
-
 def test_engine_and_lab_load_the_same_weights():
     parts = load_parts(SHIPPED, "cpu", load_format="dummy")[0].state_dict()
     engine = Engine.load(SHIPPED, device="cpu", load_format="dummy", recipe="dense", num_kv_blocks=1)
