@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import random
+import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from rosellm.atomic import replacing, write_text
 
-ROOT = Path(__file__).parents[1]
 STOPPED = [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError(), SystemExit(143)]
 
 
@@ -41,43 +42,20 @@ def test_a_writer_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-KILLER = """
-import os, random, signal, sys, time
-from itertools import count
-from pathlib import Path
-from rosellm.lab.records.records import Results
-from rosellm.bench.record import write_record
-
-folder, rng, old = Path(sys.argv[1]), random.Random(0), -1
-record = lambda name: {"number": name, "figures": [name] * 10_000}
-
-def read():
-    assert Results(folder).names() == ["grid"]
-    found = Results(folder).load("grid")
-    assert found == record(found["number"])
-    return found["number"]
-
-write_record(folder / "grid.json", record(old))
-for writer in range(25):
-    process = os.fork()
-    if not process:
-        for number in count(writer * 1_000_000):
-            write_record(folder / "grid.json", record(number))
-    try:
-        while read() == old:
-            pass
-        time.sleep(rng.uniform(0, 0.004))
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    old = read()
-    assert old // 1_000_000 == writer
-"""
+def write_for_ever(path: Path) -> None:
+    for number in count():
+        write_text(path, f"{number % 10}" * 100_000)
 
 
 @pytest.mark.slow
-def test_a_record_s_reader_never_finds_half_of_it_though_writers_are_killed_at_random(tmp_path: Path) -> None:
-    """A writer is killed once a record of its own was read, in the midst of whichever comes next."""
-    killer = [sys.executable, "-c", KILLER, str(tmp_path)]
-    done = subprocess.run(killer, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_reader_never_finds_half_a_file_though_writers_are_killed_at_random(tmp_path: Path) -> None:
+    path, chance = tmp_path / "record.json", random.Random(0)
+    write_text(path, "0" * 100_000)
+    for _ in range(25):
+        writer = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(path,))
+        writer.start()
+        time.sleep(chance.uniform(0.01, 0.03))
+        writer.kill()
+        writer.join()
+        text = path.read_text()
+        assert text == text[0] * 100_000

@@ -87,7 +87,7 @@ CONFIGS = [
 ]
 
 
-@settings(FUZZED, max_examples=400)
+@settings(FUZZED, max_examples=400, deadline=None)
 @given(config=st.sampled_from(CONFIGS).flatmap(mutations))
 def test_whatever_stands_in_a_config_is_a_shape_with_finite_angles_or_refused(config: dict) -> None:
     try:
@@ -155,20 +155,6 @@ def test_whatever_stands_in_gpt2s_older_files_encodes_and_streams_or_is_refused(
     spells(folder)
     if spoilt is None:
         load_tokenizer(folder, SHAPE)
-
-
-@FUZZED
-@given(
-    cut=st.integers(0, 3200), flips=st.lists(st.tuples(st.integers(0, 3200), st.integers(0, 255)), max_size=4)
-)
-def test_bytes_that_changed_in_tokenizer_json_are_read_or_refused(
-    checkpoint: Path, folder: Path, lean: None, cut: int, flips: list[tuple[int, int]]
-) -> None:
-    content = bytearray((checkpoint / "tokenizer.json").read_bytes())
-    for place, byte in flips:
-        content[place] = byte
-    (folder / "tokenizer.json").write_bytes(content[:cut] if not flips else content)
-    spells(folder)
 
 
 def spells(folder: Path) -> None:

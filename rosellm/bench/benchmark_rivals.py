@@ -54,11 +54,9 @@ def run_in_turns(
     this process, other rivals' models included, or None if another process allocates it. Raises
     ``RuntimeError`` if a rival ends a request early, which would make it look fast.
     """
-    runs: dict[str, list[Run]] = {name: [] for name in rivals}
-    for _ in range(warmup_runs + repeat_runs):
-        for name, rival in rivals.items():
-            runs[name].append(_timed_run(rival, task))
-    return {name: each[warmup_runs:] for name, each in runs.items()}
+    n_turns = warmup_runs + repeat_runs
+    turns = [{name: _timed_run(rival, task) for name, rival in rivals.items()} for _ in range(n_turns)]
+    return {name: [turn[name] for turn in turns[warmup_runs:]] for name in rivals}
 
 
 def _timed_run(rival: Rival, task: Task) -> Run:

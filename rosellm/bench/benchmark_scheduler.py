@@ -15,10 +15,9 @@ from time import perf_counter
 from typing import Any
 
 from rosellm.bench import runs
-from rosellm.bench.cli import Benchmark
+from rosellm.bench.cli import Benchmark, Line
 from rosellm.bench.job import Job
 from rosellm.bench.record import distribution
-from rosellm.bench.summary import Line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams

@@ -28,18 +28,18 @@ from typing import Any
 from rosellm.bench import runs
 from rosellm.bench.arrivals import (
     DAY_S,
+    Arrival,
     goodput,
     poisson_times,
     queue_over_time,
     read_trace,
     submit_by_deadline,
 )
-from rosellm.bench.cli import Benchmark
+from rosellm.bench.cli import Benchmark, Line
 from rosellm.bench.job import Job
-from rosellm.bench.long_prompt import gap_figures, joined_by
+from rosellm.bench.long_prompt import gap_figures
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution
-from rosellm.bench.summary import Line
 from rosellm.command_line import INT32_MAX
 from rosellm.errors import OptionError
 from rosellm.roseinfer.serving.prompts import one_each
@@ -238,9 +238,9 @@ class StreamingBenchmark(Benchmark):
                 raise OptionError(
                     "--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk"
                 )
-            after, tokens = options.long_prompt_after_ms / 1e3, options.prompt_tokens or 1
-            sizes = options.num_requests, tokens, options.max_new_tokens
-            options.trace = joined_by(options.long_prompt_tokens, after, *sizes)
+            running = Arrival(0.0, options.prompt_tokens or 1, options.max_new_tokens)
+            long = Arrival(options.long_prompt_after_ms / 1e3, options.long_prompt_tokens, 1)
+            options.trace = [running] * options.num_requests + [long]
         if trace := options.trace:
             options.num_requests = len(trace)
             options.prompt_tokens = max(arrival.prompt_tokens for arrival in trace)

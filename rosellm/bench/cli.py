@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,15 @@ from rosellm.bench import options as shared
 from rosellm.bench.job import choose_recipe, make_job
 from rosellm.bench.record import engine_facts, new_record, write_record
 from rosellm.bench.runs import Run, repeat, write_trace
-from rosellm.bench.summary import Line, print_summary
 from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
+
+# The scale and the decimals of a unit.
+UNITS = {"s": (1.0, 6), "ms": (1e3, 2), "ms/token": (1e3, 2), "tokens/s": (1.0, 2), "requests/s": (1.0, 2)}
+Line = tuple[str, list[str], str]  # title, names of figures such as "medians.ttft_p50_s", unit
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,16 @@ class Benchmark:
         load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
         loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
         self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
+
+
+def print_summary(result: dict[str, Any], lines: Iterable[Line]) -> None:
+    """Print one mode's figures, each line as ``title: a/b/c unit``; one that it lacks prints as "none"."""
+    print(f"=== {result['mode']} summary ===")
+    print(f"Warmup runs: {result['warmup_runs']}")
+    print(f"Measured runs: {result['repeat_runs']}")
+    for title, names, unit in lines:
+        scale, decimals = UNITS[unit]
+        figures = (result[part].get(name) for part, name in (path.split(".") for path in names))
+        numbers = ("none" if figure is None else f"{figure * scale:.{decimals}f}" for figure in figures)
+        print(f"{title}: {'/'.join(numbers)} {unit}")
+    sys.stdout.flush()

@@ -5,20 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from rosellm.bench.arrivals import Arrival
 from rosellm.bench.record import distribution
 from rosellm.errors import RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 
 PERCENTS = (50, 99)
-
-
-def joined_by(
-    long_tokens: int, after_s: float, n_requests: int, prompt_tokens: int, new_tokens: int
-) -> list[Arrival]:
-    """Return ``n_requests`` at time 0, and one of ``long_tokens`` and a single new token at ``after_s``."""
-    running = Arrival(0.0, prompt_tokens, new_tokens)
-    return [running] * n_requests + [Arrival(after_s, long_tokens, 1)]
 
 
 def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:

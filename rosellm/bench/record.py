@@ -49,14 +49,14 @@ def dtype_name(engine: Engine) -> str:
 
 
 def distribution(
-    name: str, values: Iterable[float | None], percents: Iterable[int], unit: str = "s"
+    name: str, values: Iterable[float | None], percents: Iterable[int]
 ) -> dict[str, float | None]:
-    """Return ``{name}_mean_{unit}``, ``{name}_p50_{unit}`` and so on; None without values."""
+    """Return ``{name}_mean_s``, ``{name}_p50_s`` and so on, in seconds; None without values."""
     known = [value for value in values if value is not None]
     figures = {"mean": float(np.mean(known)) if known else None}
     for percent in percents:
         figures[f"p{percent}"] = float(np.percentile(known, percent)) if known else None
-    return {f"{name}_{which}_{unit}": figure for which, figure in figures.items()}
+    return {f"{name}_{which}_s": figure for which, figure in figures.items()}
 
 
 def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:

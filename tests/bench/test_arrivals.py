@@ -20,9 +20,8 @@ from rosellm.bench.arrivals import (
     read_trace,
     submit_by_deadline,
 )
-from rosellm.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request, print_header
+from rosellm.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request
 from rosellm.bench.prompts import make_prompts
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import RequestMetrics
 from tests.helpers import random_model, refusal
 
@@ -197,14 +196,12 @@ def test_a_trace_fits_if_each_of_its_requests_does(tmp_path: Path, capsys) -> No
     assert "512 prompt tokens and 1 new ones exceed" in capsys.readouterr().err
 
 
-def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path, capsys) -> None:
+def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path) -> None:
     gpt, parse = random_model(0), benchmark_streaming.BENCHMARK.parse_options  # 64 positions
     sizes = ["--block-size=8", "--max-batch-size=3"]
     options = parse([*of_trace(tmp_path, "0,40,1", "0,1,30", "0,2,2"), *sizes])
     assert longest_request(options, gpt, longest_prompt=40) == 41
     assert kv_blocks_wanted(options, gpt, longest_prompt=40) == 3 * 6 + SPARE_KV_BLOCKS
-    print_header(Engine(gpt, max_batch_size=2), parse(of_trace(tmp_path, "0,1,4", "0,2,4")))
-    assert "Requests: 2, 4 new tokens each, " in capsys.readouterr().out
 
 
 def test_the_prompts_of_a_trace_take_memory_for_their_own_tokens_only(tmp_path: Path) -> None:

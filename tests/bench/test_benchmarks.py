@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rosellm.bench import benchmark_scheduler
+from rosellm.bench.cli import print_summary
 from rosellm.bench.job import SPARE_KV_BLOCKS
-from rosellm.bench.summary import print_summary
 from rosellm.command_line import command
 from rosellm.errors import RoseError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER

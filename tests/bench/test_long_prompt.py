@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rosellm.bench import benchmark_streaming
-from rosellm.bench.job import check_positions
 from rosellm.bench.long_prompt import gap_figures
-from rosellm.errors import PromptError, RoseError
+from rosellm.errors import RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 
@@ -42,15 +41,6 @@ def test_without_a_gap_apart_from_the_prefill_the_figures_apart_have_no_value() 
     figures = gap_figures([output_of(0.0, [1.0, 2.0, 5.0]), output_of(0.5, [7.0])])
     assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_p50_s"] == 2
     assert [figures[f"itl_apart_{which}_s"] for which in ("mean", "p50", "p99")] == [None] * 3
-
-
-def test_a_long_prompt_and_the_others_fit_if_each_request_does(capsys) -> None:
-    options = benchmark_streaming.BENCHMARK.parse_options([*RUN, "--long-prompt-tokens=480"])
-    check_positions(options, options.prompt_tokens, 481)
-    with pytest.raises(
-        PromptError, match="480 prompt tokens and 1 new ones exceed the model's 480 positions"
-    ):
-        check_positions(options, options.prompt_tokens, 480)
 
 
 @pytest.mark.slow

@@ -112,14 +112,6 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
             run_scheduler_benchmark(job, 0, 1, mode)
 
 
-def test_submissions_keep_their_interval():
-    job, load = (
-        Job(streaming_engine(), random_prompts([3] * 3), greedy(2)),
-        StreamingLoad(times=(0, 0.05, 0.1)),
-    )
-    assert run_streaming_benchmark(job, load, 0, 1)["repeats"][0]["total_time_s"] >= 0.1
-
-
 # The KV append.
 
 

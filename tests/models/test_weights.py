@@ -240,23 +240,18 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
 
 
 def test_from_the_hub_come_weights_as_safetensors_and_text_and_no_code(monkeypatch):
-    files = (
-        "chat_template.jinja config.json merges.txt model-00001-of-00002.safetensors "
-        "model.safetensors.index.json vocab.json"
-    )
-    others = (
-        "pytorch_model.bin tf_model.h5 modeling_gpt2.py rust_model.ot model.onnx README.md 64.tflite "
-        "consolidated.safetensors fp16/model.safetensors adapter/adapter_model.safetensors"
-    )
+    files = ["chat_template.jinja", "config.json", "merges.txt", "model-00001-of-00002.safetensors", INDEX]
+    others = ["pytorch_model.bin", "tf_model.h5", "modeling_gpt2.py", "model.onnx", "README.md"]
+    others += ["consolidated.safetensors", "fp16/model.safetensors", "adapter/adapter_model.safetensors"]
     fetched = []
 
     def fetch(name, **patterns):
-        fetched.extend(filter_repo_objects([*files.split(), *others.split()], **patterns))
+        fetched.extend(filter_repo_objects(files + others, **patterns))
         return f"/cache/{name}"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert checkpoint_folder("openai-community/gpt2") == Path("/cache/openai-community/gpt2")
-    assert fetched == files.split()
+    assert fetched == files
 
 
 def test_a_dummy_model_has_the_real_shape_and_seeded_weights(folder):
