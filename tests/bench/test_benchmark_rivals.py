@@ -5,7 +5,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -76,59 +77,42 @@ def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(
 
 
 @pytest.fixture
-def vllm_calls(monkeypatch) -> list:
-    """A module ``vllm`` whose engine answers 7, 8, 9 … and keeps the calls."""
-    calls = []
-
-    class LLM:
-        def __init__(self, **arguments):
-            calls.append(("LLM", arguments))
-            core = SimpleNamespace(shutdown=lambda: calls.append(("shutdown",)))
-            self.llm_engine = SimpleNamespace(engine_core=core)
-
-        def reset_prefix_cache(self):
-            calls.append(("reset",))
-
-        def generate(self, prompts, params, use_tqdm):
-            calls.append(("generate", prompts, params, use_tqdm))
-            ends = [7 + own["max_tokens"] for own in params]
-            made = [SimpleNamespace(token_ids=tuple(range(7, end))) for end in ends]
-            return [SimpleNamespace(outputs=[one]) for one in made]
-
-    module = ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, dict
+def vllm(monkeypatch) -> MagicMock:
+    """A module of that name, whose engine answers 7, 8, 9 to every prompt."""
+    module, answer = MagicMock(SamplingParams=dict), SimpleNamespace(token_ids=(7, 8, 9))
+    module.LLM.return_value.generate.return_value = [SimpleNamespace(outputs=[answer])] * 2
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(rivals, "version", lambda name: {"vllm": "0.22.1"}[name])
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
-    return calls
+    return module
 
 
-def test_vllm_gets_token_ids_and_the_workload_s_sampling_and_is_shut_down(vllm_calls, tmp_path):
+def test_vllm_gets_token_ids_and_is_shut_down(vllm, tmp_path):
     rival = RIVALS["vllm"](make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, dtype=torch.float16))
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    tokens = rival.generate()
-    rival.close()
+    assert rival.generate() == [[7, 8, 9]] * 2
     arguments = {"dtype": "float16", "max_num_seqs": 2, "enable_prefix_caching": False}
     arguments["skip_tokenizer_init"] = True
-    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
-    params = {**greedy, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
-    assert vllm_calls == [
-        ("LLM", {"model": str(tmp_path), **arguments}),
-        ("generate", [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], [params] * 2, False),
-        ("shutdown",),
-    ]
-    assert tokens == [[7, 8, 9], [7, 8, 9]]
+    params = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "max_tokens": 3}
+    params |= {"ignore_eos": True, "detokenize": False}
+    prompts, engine = [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], vllm.LLM.return_value
+    vllm.LLM.assert_called_once_with(model=str(tmp_path), **arguments)
+    assert engine.method_calls == [call.generate(prompts, [params] * 2, use_tqdm=False)]
     assert rival.facts == {"rival_version": "0.22.1", "llm_arguments": arguments}
-    vllm_calls.clear()
+    rival.close()
+    engine.llm_engine.engine_core.shutdown.assert_called_once_with()
+
+
+def test_vllm_gets_the_workload_s_sampling_and_its_prefix_cache_is_emptied(vllm, tmp_path):
     sampling = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
     task = make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, prefix_cache=True, **sampling)
-    rival = RIVALS["vllm"](task)
+    rival, engine = RIVALS["vllm"](task), vllm.LLM.return_value
     for _ in range(2):
         rival.generate()
-    assert vllm_calls[0][1]["enable_prefix_caching"] is True
-    assert [call[0] for call in vllm_calls] == ["LLM", *["reset", "generate"] * 2]
-    for given, own in zip(vllm_calls[2][2], request_params(task.options), strict=True):
+    assert vllm.LLM.call_args.kwargs["enable_prefix_caching"] is True
+    assert [name for name, *_ in engine.method_calls] == ["reset_prefix_cache", "generate"] * 2
+    for given, own in zip(engine.generate.call_args.args[1], request_params(task.options), strict=True):
         assert sampling | {"seed": own.seed} == {name: given[name] for name in (*sampling, "seed")}
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from tomllib import loads
-from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -109,95 +109,66 @@ def test_what_ray_itself_refuses_is_one_line_that_tells_how_a_token_is_given(mon
     assert ("copy that file to this host and set RAY_AUTH_MODE=token" in told) == (not is_set)
 
 
-class FakeRay:
-    """What a share needs of Ray, and what was done with it."""
-
-    def __init__(self, runs: bool = False) -> None:
-        self.runs, self.calls = runs, []
-        self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
-
-    def is_initialized(self) -> bool:
-        return self.runs
-
-    def init(self, **options: object) -> None:
-        self.calls.append(options["address"])
-        self.told = {name: os.environ.get(name) for name in runtime.LOCAL}
-        self.loopback = not self._private.ray_constants.ENABLE_RAY_CLUSTER
-        self.runs = True
-
-    def shutdown(self) -> None:
-        self.calls.append("shutdown")
-        self.runs = False
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 4.0}
-
-    def available_resources(self) -> dict[str, float]:
-        return {"CPU": 1.0}
-
-    @property
-    def util(self) -> FakeRay:
-        return self
-
-    def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> FakeRay:
-        self.calls.append((strategy, bundles))
-        self.fits = sum(bundle["CPU"] for bundle in bundles) <= 1
-        return self
-
-    def wait(self, _seconds: float) -> bool:
-        return self.fits
-
-    def remove_placement_group(self, _group: FakeRay) -> None:
-        self.calls.append("freed")
-
-
-def share_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, address: str | None = None) -> runtime.Runtime:
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What a share needs of Ray, on a cluster of 4 CPUs of which 1 is free."""
+    ray = MagicMock()
+    ray.is_initialized.return_value = False
+    ray.init.side_effect = lambda **_: ray.is_initialized.configure_mock(return_value=True)
+    ray.shutdown.side_effect = lambda: ray.is_initialized.configure_mock(return_value=False)
+    ray.cluster_resources.return_value, ray.available_resources.return_value = {"CPU": 4.0}, {"CPU": 1.0}
     monkeypatch.setattr(runtime, "import_ray", lambda: ray)
-    return runtime.Runtime(address, 2)
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    return ray
 
 
-def test_the_last_share_ends_what_the_first_one_started(monkeypatch):
-    ray = FakeRay()
-    first, second = (share_of(ray, monkeypatch) for _ in range(2))
+def test_the_last_share_ends_what_the_first_one_started(ray):
+    first, second = runtime.Runtime(None, 2), runtime.Runtime(None, 2)
     first.leave()
     first.leave()
-    assert ray.calls == ["local"] and second.check_running() is None
+    assert ray.init.call_count == 1 and not ray.shutdown.called and second.check_running() is None
     second.leave()
-    assert ray.calls == ["local", "shutdown"]
+    assert ray.shutdown.call_count == 1
     with pytest.raises(ClusterError, match="Ray was shut down, and the replicas with it; make another LLM"):
         second.check_running()
 
 
-def test_a_runtime_that_was_there_is_never_ended(monkeypatch):
-    ray = FakeRay(runs=True)
-    shares = [share_of(ray, monkeypatch) for _ in range(2)]
-    for share in shares:
+def test_a_runtime_that_was_there_is_never_ended(ray):
+    ray.is_initialized.return_value = True
+    for share in [runtime.Runtime(None, 2) for _ in range(2)]:
         share.leave()
-    assert ray.calls == [] and ray.runs
+    assert not ray.init.called and not ray.shutdown.called
 
 
-def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(monkeypatch):
+def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(monkeypatch, ray):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
-    ray = FakeRay()
-    share_of(ray, monkeypatch).leave()
-    assert ray.told == runtime.LOCAL and ray.loopback
-    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
+    told, constants = {}, ray._private.ray_constants
+    constants.ENABLE_RAY_CLUSTER = True
+
+    def init(**_options: object) -> None:
+        told.update(
+            {name: os.environ.get(name) for name in runtime.LOCAL}, cluster=constants.ENABLE_RAY_CLUSTER
+        )
+
+    ray.init.side_effect = init
+    runtime.Runtime(None, 2).leave()
+    assert told == runtime.LOCAL | {"cluster": False}
+    assert constants.ENABLE_RAY_CLUSTER and os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
+    assert not set(runtime.LOCAL) <= set(os.environ)
 
 
-def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(monkeypatch):
-    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
-    ray = FakeRay()
-    share_of(ray, monkeypatch, "auto").leave()
-    assert ray.calls == ["auto", "shutdown"]
+def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(ray):
+    runtime.Runtime("auto", 2).leave()
+    assert ray.init.call_args.kwargs["address"] == "auto" and ray.shutdown.called
 
 
-def test_a_start_that_fails_keeps_no_share(monkeypatch):
-    ray = FakeRay()
+def test_a_start_that_fails_keeps_no_share(ray):
+    works, ray.init.side_effect = ray.init.side_effect, ConnectionError("no")
     with pytest.raises(ClusterError):
-        share_of(ray, monkeypatch, "nowhere")
-    share_of(ray, monkeypatch).leave()
-    assert ray.calls == ["local", "shutdown"]
+        runtime.Runtime("nowhere:1", 2)
+    ray.init.side_effect = works
+    runtime.Runtime(None, 2).leave()
+    assert ray.shutdown.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -209,22 +180,21 @@ def test_a_start_that_fails_keeps_no_share(monkeypatch):
         ("GPU", 1, 1, "data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"),
     ],
 )
-def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(monkeypatch, kind, n, each, told):
-    ray = FakeRay()
-    share = share_of(ray, monkeypatch)
+def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(ray, kind, n, each, told):
+    ray.util.placement_group.return_value.wait.return_value = False
+    share = runtime.Runtime(None, 2)
     with pytest.raises(DeviceError, match=told):
         share.reserve(kind, n, each)
-    asked = [("PACK", [{kind: each}] * n), "freed"]
-    assert ray.calls == ["local", *(asked if "are free" in told or "1 of" in told else [])]
+    group = ray.util.placement_group
+    assert group.call_args_list == ([call([{kind: each}] * n, strategy="PACK")] if "1 of" in told else [])
+    assert ray.util.remove_placement_group.call_count == group.call_count
     share.leave()
 
 
-def test_places_are_freed_unless_ray_was_shut_down_and_they_with_it(monkeypatch):
-    ray = FakeRay()
-    share = share_of(ray, monkeypatch)
+def test_places_are_freed_unless_ray_was_shut_down_and_they_with_it(ray):
+    share = runtime.Runtime(None, 2)
     places = share.reserve("CPU", 1, 1)
     places.free()
-    assert ray.calls == ["local", ("PACK", [{"CPU": 1}]), "freed"]
     share.leave()
     places.free()
-    assert ray.calls[-1] == "shutdown"
+    ray.util.remove_placement_group.assert_called_once_with(ray.util.placement_group.return_value)
