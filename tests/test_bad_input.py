@@ -29,7 +29,6 @@ from rosellm.errors import (
 from rosellm.models.tokenizer import load_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -156,64 +155,45 @@ REQUESTS = [
     row(asked(torch.tensor(1)), PromptError, "prompts is tensor(1)", "give text"),
     row(asked({"prompt": "a"}), PromptError, "prompts is {'prompt': 'a'}", "give text, token ids"),
     row(asked([b"a"]), PromptError, "prompt 0 is b'a'", "give text"),
-    row(asked([{"a": np.eye(40)}]), PromptError, "prompt 0 is {'a': array([[1., 0.", "give text or token"),
     row(asked([[1], [True]]), PromptError, "prompt 1: token id True is of type bool; it must be an int"),
     row(asked([[1], [-1]]), PromptError, "prompt 1: token id -1", "vocabulary of 300"),
-    row(asked([[10**5000]]), PromptError, "token id an integer of", "vocabulary of 300"),
     row(asked([[1], [1] * 59]), PromptError, "prompt 1: 59 prompt tokens and 6 new ones", "64 positions"),
     row(asked(["a"], SamplingParams(max_tokens=HUGE)), PromptError, f"{HUGE} new ones", "64 positions"),
     row(asked(["a"], {}), SamplingError, "sampling parameters are {}", "give one SamplingParams"),
     row(asked(["a"], []), SamplingError, "0 SamplingParams for 1 prompts", "one each"),
-    row(lambda llm: llm.chat([{"role": 10**5000}]), PromptError, "message 0 is {'role': an integer of"),
     row(offline([[1], []]), PromptError, "prompt 1", "empty", "at least one token id"),
     row(offline([[1], "text"]), PromptError, "prompt 1", "str", "at least one token id"),
     row(offline([[1]], None), SamplingError, "sampling parameters are None", "give one SamplingParams"),
     row(online(lambda s: s.add_request((1,), GREEDY)), PromptError, "tuple", "token id in a list"),
     row(online(lambda s: s.add_request([[1]], GREEDY)), PromptError, "token id [1] is of type list"),
     row(online(lambda s: s.add_request([1], None)), SamplingError, "None", "SamplingParams"),
-    row(online(lambda s: s.add_requests(5, GREEDY)), PromptError, "5"),
     row(online(lambda s: s.add_requests([[1]] * 3, GREEDY), max_in_flight=4), OverloadError, "3 more", "4"),
     row(online(lambda s: s.cancel("x")), RoseError, "request 'x' is unknown", "never added"),
-    row(online(lambda s: s.take_result(-5)), RoseError, "request -5 is unknown", "never added"),
     row(streamed(lambda m: m.add_request(b"x", GREEDY)), PromptError, "b'x'", "give text or a list"),
     row(streamed(lambda m: m.add_request([300], GREEDY)), PromptError, "id 300", "vocabulary of 300"),
-    row(streamed(lambda m: m.add_requests([[1], 10**5000], GREEDY)), PromptError, "prompt 1 is an integer"),
-    row(streamed(lambda m: m.add_requests(np.eye(40), GREEDY)), PromptError, "prompts are array([[1., 0."),
-    row(streamed(lambda m: m.add_requests(SPOILT, GREEDY)), PromptError, "prompt 1: text", "encoded"),
     row(streamed(spoilt_result, tokenize_workers=1), PromptError, "prompt 1: text '\\ud800' cannot be enc"),
     row(streamed(lambda m: m.add_request([1], {})), SamplingError, "params is {}", "give SamplingParams"),
-    row(streamed(lambda m: m.add_request([1], GREEDY, 10**5000)), RoseError, "inbox is an integer of"),
     row(streamed(lambda m: m.stream_text(77)), RoseError, "request 77 is unknown", "never added"),
-    row(streamed(lambda m: m.cancel(None)), RoseError, "request None is unknown", "never added"),
     row(streamed(lambda m: m.result(1, "x")), RoseError, "timeout is 'x'", "seconds"),
 ]
 
 OPTIONS = [
     row(lambda _: SchedulerConfig(max_batch_size="8"), RoseError, "max_batch_size is '8'", "1 or more"),
     row(lambda _: SchedulerConfig(prefill_token_budget=-1), RoseError, "is -1", "1 or more"),
-    row(lambda _: SchedulerConfig(prefill_chunk=-(10**5000)), RoseError, "prefill_chunk is an integer of"),
     row(lambda _: SchedulerConfig(admission_policy=[]), RoseError, "admission_policy is []", "fifo or pack"),
     row(lambda llm: OnlineScheduler(llm.engine, SchedulerConfig(HUGE)), RoseError, str(HUGE), "at most 4"),
-    row(lambda llm: OnlineScheduler(llm.engine, 8), RoseError, "config is 8", "SchedulerConfig"),
-    row(lambda _: StreamingManager(10**5000), RoseError, "engine is an integer of", "give an Engine"),
     row(streamed(print, config={"a": 1}), RoseError, "config is {'a': 1}", "SchedulerConfig"),
     row(streamed(print, stream_interval=0), RoseError, "stream_interval is 0", "1 or more"),
     row(streamed(print, tokenize_workers="2"), RoseError, "tokenize_workers is '2'", "0 or more"),
     row(engine(block_size=-8), OptionError, "block_size is -8", "power of two"),
-    row(engine(block_size=True), OptionError, "block_size is True"),
     row(engine(num_kv_blocks=0), OptionError, "num_kv_blocks is 0", "1 or more"),
-    row(engine(num_kv_blocks=1 << 60), OptionError, f"num_kv_blocks is {1 << 60}"),
     row(engine(max_batch_size=1.0), OptionError, "max_batch_size is 1.0", "1 or more"),
     row(engine(max_model_len=65), OptionError, "max_model_len is 65", "from 1 to the model's 64 positions"),
     row(engine(max_model_len="64"), OptionError, "max_model_len is '64'", "whole number"),
     row(engine(gpu_memory_utilization=1.01), OptionError, "utilization is 1.01", "above 0 and at most"),
-    row(engine(gpu_memory_utilization="0.9"), OptionError, "utilization is '0.9'", "above 0 and at most"),
     row(engine(recipe=5), RecipeError, "rung 5 is unknown", "dense, paged"),
-    row(lambda _: Recipe(gemm=10**5000), RecipeError, "gemm=an integer of"),
     row(engine(kernels="cuda"), RecipeError, "kernels='cuda'", "'auto', 'triton' or 'torch'"),
-    row(lambda _: LLM(np.eye(40)), CheckpointError, "model is array([[1., 0.", "a folder or a hub id"),
     row(lambda _: LLM("a" * 5000, device="cpu"), CheckpointError, "aaa", "use 'rose-tiny'"),
-    row(lambda _: LLM("\0", load_format="dummy"), CheckpointError, "'\\x00'", "use one of gpt2"),
     row(lambda _: LLM("rose-tiny", device=None), DeviceError, "device None", "'cuda' or 'cpu'"),
     row(lambda _: LLM("rose-tiny", device="cpu", dtype=["half"]), DeviceError, "['half']", "'float16'"),
     row(lambda _: LLM("rose-tiny", load_format=None), CheckpointError, "load_format None", "'dummy'"),
@@ -319,16 +299,12 @@ def tokenizer(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], ob
     return edited("tokenizer.json", change)
 
 
-PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-
 TOKENIZERS = [
     row(spoilt(lambda f: (f / "tokenizer.json").unlink()), CheckpointError, "has no tokenizer.json"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(x=-5)), CheckpointError, "`-5`", "expected u32"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=2**32 - 1)), CheckpointError, "4294967295", "300"),
     row(tokenizer(lambda t: t["model"].pop("merges")), CheckpointError, "Missing vocab/merges"),
     row(tokenizer(lambda t: t["model"]["merges"].append(["q", "zzz"])), CheckpointError, "`zzz` out of voc"),
-    row(tokenizer(lambda t: t["model"].update(continuing_subword_prefix="##")), CheckpointError, "slice"),
-    row(tokenizer(lambda t: t.update(normalizer=PRECOMPILED)), CheckpointError, "precompiled_charsmap"),
     row(
         tokenizer(lambda t: t["model"]["vocab"].update({f"z{i}": 290 + i for i in range(11)})),
         CheckpointError, "ids up to 300", "embeddings for 300",

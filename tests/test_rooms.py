@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
@@ -33,18 +32,6 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def test_files_import_only_downwards_and_in_no_circle() -> None:
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml")) == 0
-
-
-def test_an_import_from_a_room_above_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, source in {"low": "import house.high", "high": "", "__init__": ""}.items():
-        (tmp_path / "house").mkdir(exist_ok=True)
-        (tmp_path / f"house/{name}.py").write_text(source)
-    contract = (
-        '[[tool.importlinter.contracts]]\nname = "x"\ntype = "layers"\nlayers = ["house.high", "house.low"]'
-    )
-    (tmp_path / "pyproject.toml").write_text(f'[tool.importlinter]\nroot_package = "house"\n{contract}')
-    monkeypatch.syspath_prepend(tmp_path)
-    assert lint_imports(config_filename=str(tmp_path / "pyproject.toml")) == 1
 
 
 def test_every_file_has_a_room() -> None:
