@@ -26,7 +26,6 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
-from rosellm.models.tokenizer import load_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -316,16 +315,3 @@ TOKENIZERS = [
 @pytest.mark.parametrize("llm", [None], ids=["best"], indirect=True)
 def test_a_bad_checkpoint_is_refused_and_another_engine_serves_on(call, error, words, serving, folder):
     refused(call, error, words, folder)
-
-
-CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 1}
-PADDING = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 7, "pad_type_id": 0, "pad_token": "x"}
-PADDED = {"strategy": {"Fixed": 50}, **PADDING}
-
-
-@pytest.mark.parametrize("change", [{"truncation": CUT}, {"padding": PADDED}], ids=str)
-def test_a_tokenizer_cuts_and_pads_no_prompt_whatever_its_file_says(folder: Path, change: dict) -> None:
-    before = load_tokenizer(folder, SHAPE).encode(WORDS)
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert load_tokenizer(folder, SHAPE).encode(WORDS) == before

@@ -257,3 +257,15 @@ def test_a_saved_tokenizer_loads_with_the_same_ids_here_and_in_transformers(
 
 def test_the_model_tells_the_end_of_text(saved: Path) -> None:
     assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_ids=(7,))).eos_token_id == 7
+
+
+CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 1}
+PADDED = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 7}
+PADDED |= {"pad_type_id": 0, "pad_token": "x"}
+
+
+@pytest.mark.parametrize("change", [{"truncation": CUT}, {"padding": PADDED}], ids=str)
+def test_a_tokenizer_cuts_and_pads_no_prompt_whatever_its_file_says(saved, tokenizer, change) -> None:
+    path = saved / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert load_tokenizer(saved, small_config(vocab_size=320)).encode(CODE) == tokenizer.encode(CODE)
