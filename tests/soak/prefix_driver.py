@@ -110,13 +110,14 @@ class PrefixDriver(HoldersDriver):
 
     def _matched(self, prompt: list[int]) -> Holder:
         """A holder of the longest prefix that is kept, or of its full blocks where none is free to clone."""
-        before, n_free, hits = self._entries(), self.blocks.num_free_blocks(), self.cache.hits
+        before, n_free = self._entries(), self.blocks.num_free_blocks()
+        hits, hit_tokens = self.cache.hits, self.cache.hit_tokens
         common = {entry: len(commonprefix([entry, tuple(prompt)])) for entry in before}
         longest = min(max(common.values(), default=0), len(prompt) - 1)
         n_matched, block_ids = self.cache.match(prompt)
         full = longest // self.size * self.size
         assert n_matched == longest or (n_free == 0 and n_matched == full)
-        assert self.cache.hits == hits + (n_matched > 0)
+        assert self.cache.hits == hits + (n_matched > 0) and self.cache.hit_tokens == hit_tokens + n_matched
         if longest and n_free:  # else it may have been evicted for the clone
             assert common[next(reversed(self._entries()))] >= longest  # used, so the last to go
         self.seen["matched tokens"] += n_matched

@@ -16,15 +16,6 @@ def engine_of(**options) -> Engine:
     return engine
 
 
-def test_what_is_free_is_what_nobody_holds_and_available_what_only_the_cache_holds() -> None:
-    engine = engine_of(prefix_cache=True)
-    (one,) = greedy_sequences(engine, [[1] * 17], 4)
-    engine.prefill([one])
-    assert (engine.budget.free, engine.budget.available) == (7, 7)
-    engine.release(one)
-    assert (engine.budget.free, engine.budget.available) == (7, 10)
-
-
 def test_promises_are_full_lengths_and_may_exceed_the_pool() -> None:
     engine = engine_of()
     one, two = greedy_sequences(engine, [[1] * 8, [2] * 9], [1, 40])
@@ -58,12 +49,3 @@ def test_a_decode_needs_a_block_where_the_last_is_full_or_shared() -> None:
         3,
         3,
     ]  # no further than their last token
-
-
-def test_a_count_made_for_several_steps_holds_while_the_blocks_are_free() -> None:
-    engine = engine_of()
-    sequences = greedy_sequences(engine, [[1] * 8, [2] * 8], 30)
-    engine.prefill(sequences)
-    assert engine.budget.ensure_decode(sequences)
-    engine.prefill(greedy_sequences(engine, [[3] * 32, [4] * 32], 1))
-    assert engine.budget.free == 0 and not engine.budget.ensure_decode(sequences)

@@ -8,30 +8,24 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import (
     FIELDS,
     INERT,
     INT32_MAX,
     NO_STOP,
-    POSITION,
     ROUNDS,
     DeviceState,
     row_bytes,
 )
-from rosellm.roseinfer.kernels.advance import advance as advance_triton, advance_ref
+from rosellm.roseinfer.kernels.advance import advance, advance_ref
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
-from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES
+from tests.helpers import CPU, TRITON_DEVICES
 
 LARGEST = 2**63 - 1
-ADVANCES = ["reference", INTERPRETED, ON_GPU]
 quick = settings(max_examples=50, deadline=None, derandomize=True)
-
-
-def advance_on(device: str):
-    """The spec, or the kernel and where it runs."""
-    return (advance_ref, CPU) if device == "reference" else (advance_triton, torch.device(device))
 
 
 # Rows and views.
@@ -121,113 +115,77 @@ def test_a_rows_repetition_penalty_leaves_logits_of_any_size_finite_and_of_their
 
 # Advancing.
 
-VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 0.5, math.inf])
-TOKENS = st.integers(0, 5)
-ROW = st.fixed_dictionaries(
-    {
-        "tokens": TOKENS,
-        "positions": st.integers(-2, 8),
-        "limits": st.integers(1, 11),
-        "stops": st.integers(-1, 5),
-        "rounds": st.integers(0, ROUNDS - 1) | st.just(ROUNDS - 1),
-    }
-)
+CHOICES = torch.tensor([-math.inf, -1.0, 0.0, 0.5, math.inf])
 
 
-@st.composite
-def cases(draw):
-    """Rows, the slots that advance, tiles of (value, index) or tokens without values, and the stop tokens."""
-    rows = draw(st.lists(ROW, min_size=1, max_size=5))
-    slots = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
-    tiles, stop_tokens = draw(st.integers(1, 5)), tuple(draw(st.lists(TOKENS, max_size=3)))
-    choice = TOKENS | st.just(NOT_FINITE)
-    if draw(st.booleans()):
-        choice = st.lists(st.tuples(VALUES, TOKENS), min_size=tiles, max_size=tiles)
-    return rows, slots, [draw(choice) for _ in slots], stop_tokens
-
-
-def choose(choice) -> int:
-    """The token of a row: the lowest index of the highest value."""
-    if isinstance(choice, int):
-        return choice
-    best = max(value for value, _ in choice)
-    return NOT_FINITE if math.isinf(best) else min(index for value, index in choice if value == best)
-
-
-def advance_by_hand(
-    rows: list[dict], slots: list[int], choices: list, stop_tokens: tuple[int, ...]
-) -> tuple[list[dict], dict]:
-    """The rows afterwards, and what is in the ring: (round, slot) → token."""
-    rows, ring = [dict(row) for row in rows], {}
-    for slot, choice in zip(slots, choices, strict=True):
-        row, token = rows[slot], choose(choice)
-        ring[row["rounds"], slot] = token if row["positions"] >= 0 else INERT
-        row["rounds"] = (row["rounds"] + 1) % ROUNDS
-        if row["positions"] < 0:
-            row["positions"] = INERT
-            continue
-        length = row["positions"] + 2  # the tokens cached before, the one cached now, the new one
-        row["positions"] += 1
-        stopped = row["stops"] >= 0 and token in (row["stops"], *stop_tokens)
-        if token == NOT_FINITE or stopped or length >= row["limits"]:
-            row["positions"] = INERT
-        if token != NOT_FINITE:
-            row["tokens"] = token
-    return rows, ring
-
-
-def state_of(rows: list[dict], device: torch.device, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
+def state_of(rows: dict[str, Tensor], device: str, stop_tokens: tuple[int, ...]) -> DeviceState:
     """Rows with these fields; all other words are 99."""
-    state = DeviceState(len(rows), 3, device, stop_tokens)
+    state = DeviceState(len(rows["tokens"]), 3, torch.device(device), stop_tokens)
     state.rows.fill_(99)
-    for i, row in enumerate(rows):
-        for name, value in row.items():
-            getattr(state, name)[i] = value
+    for name, values in rows.items():
+        getattr(state, name).copy_(values)
     return state
 
 
-def advance(kernel, state: DeviceState, slots: list[int], choices: list) -> None:
-    place, values, indices = state.rows.device, None, [[choice] for choice in choices]
-    if not isinstance(choices[0], int):
-        values = torch.tensor([[value for value, _ in choice] for choice in choices], device=place)
-        indices = [[index for _, index in choice] for choice in choices]
-    indices = torch.tensor(indices, dtype=torch.int32, device=place)
-    kernel(state=state, slots=torch.tensor(slots, device=place), values=values, indices=indices)
-    if place.type == "cuda":
-        torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("device", ADVANCES)
-def test_rows_advance_as_by_hand(device):
-    kernel, place = advance_on(device)
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_kernel_advances_rows_as_the_reference_does(device):
+    """Among few tokens, so that equal values, stop tokens and limits are met; 0 tiles: tokens are given."""
 
     @quick
-    @given(case=cases())
-    def check(case):
-        rows, slots, choices, stop_tokens = case
-        state = state_of(rows, place, stop_tokens)
-        advance(kernel, state, slots, choices)
-        expected, sent = advance_by_hand(rows, slots, choices, stop_tokens)
-        assert torch.equal(state.rows.cpu(), state_of(expected, CPU).rows)
-        ring = torch.full_like(state.ring, INERT)
-        for (count, slot), token in sent.items():
-            ring[count, slot] = token
-        assert torch.equal(state.ring, ring)
+    @given(st.integers(0, 10**9), st.sampled_from([0, 1, 5, 393]))
+    def check(seed, n_tiles):
+        draw = torch.Generator().manual_seed(seed)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high + 1, shape, generator=draw, dtype=torch.int32)
+
+        n = int(integers(1, 5))
+        rows = {"tokens": integers(0, 5, n), "positions": integers(-2, 8, n), "limits": integers(1, 11, n)}
+        rows |= {"stops": integers(-1, 5, n), "rounds": integers(0, ROUNDS - 1, n)}
+        rows["rounds"][0] = ROUNDS - 1
+        stop_tokens = tuple(integers(0, 5, int(integers(0, 3))).tolist())
+        slots = torch.randperm(n, generator=draw)[: int(integers(1, n))]
+        indices, values = integers(NOT_FINITE if n_tiles == 0 else 0, 5, len(slots), max(n_tiles, 1)), None
+        if n_tiles:
+            values = CHOICES[integers(0, int(integers(0, 4)), len(slots), n_tiles).long()]
+        ours, theirs = (state_of(rows, place, stop_tokens) for place in (device, "cpu"))
+        given = {"slots": slots, "indices": indices, "values": values}
+        advance_ref(state=theirs, **given)
+        advance(state=ours, **{name: x if x is None else x.to(device) for name, x in given.items()})
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(ours.rows.cpu(), theirs.rows) and torch.equal(ours.ring, theirs.ring)
 
     check()
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_the_kernel_chooses_among_as_many_tiles_as_a_vocabulary_has(device):
-    kernel, place = advance_on(device)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(40, (6, 393), generator=generator).float()
-    values[5] = -math.inf
-    indices = (torch.arange(393) * 128 + torch.randint(128, (6, 393), generator=generator)).int()
-    row = {"positions": 4, "limits": 100, "stops": NO_STOP, "rounds": 0, "tokens": 1}
-    mine, theirs = state_of([row] * 6, place), state_of([row] * 6, CPU)
-    slots = torch.arange(6)
-    kernel(state=mine, slots=slots.to(place), values=values.to(place), indices=indices.to(place))
-    advance_ref(state=theirs, slots=slots, values=values, indices=indices)
-    assert torch.equal(mine.rows.cpu(), theirs.rows) and torch.equal(mine.ring, theirs.ring)
-    assert theirs.rows[:, POSITION].tolist() == [5] * 5 + [INERT]
+@pytest.mark.parametrize(
+    ("row", "token", "expected"),
+    [
+        ({}, 4, (4, 6, 4)),
+        ({"limits": 7}, 4, (4, INERT, 4)),
+        ({"stops": 4}, 4, (4, INERT, 4)),
+        ({"stops": 3}, 2, (2, INERT, 2)),
+        ({"stops": NO_STOP}, 2, (2, 6, 2)),
+        ({}, NOT_FINITE, (1, INERT, NOT_FINITE)),
+        ({"positions": INERT}, 4, (1, INERT, INERT)),
+    ],
+    ids=["goes on", "limit", "its stop token", "another stop token", "stops nowhere", "not finite", "inert"],
+)
+def test_a_row_takes_its_token_and_ends_where_it_must(row, token, expected):
+    """expected: the row's token and position, and what is in the ring."""
+    row = {"tokens": 1, "positions": 5, "limits": 99, "stops": 9, "rounds": ROUNDS - 1} | row
+    state = state_of({name: torch.tensor([value]) for name, value in row.items()}, "cpu", (2,))
+    state.ring.fill_(-7)
+    advance_ref(state=state, slots=torch.tensor([0]), values=None, indices=torch.tensor([[token]]).int())
+    assert (state.tokens.item(), state.positions.item(), state.ring[ROUNDS - 1].item()) == expected
+    assert state.rounds.item() == 0 and (state.ring[:-1] == -7).all()
+
+
+def test_a_row_takes_the_lowest_index_of_its_highest_value():
+    fields = {"tokens": 1, "positions": 5, "limits": 99, "stops": NO_STOP, "rounds": 3}
+    state = state_of({name: torch.full((2,), value) for name, value in fields.items()}, "cpu", ())
+    values = torch.tensor([[0.5, -1.0, 0.5, 0.5], [0.5, math.inf, 0.5, 0.5]])
+    indices = torch.tensor([[8, 1, 3, 5]] * 2).int()
+    advance_ref(state=state, slots=torch.arange(2), values=values, indices=indices)
+    assert state.ring[3].tolist() == [3, NOT_FINITE]
