@@ -19,12 +19,11 @@ class Driver:
 
     weights: operation → how often it is drawn. Each is a method of two numbers from 0 to 255, which choose
     among what is there; False says that there was nothing to do, and that nothing was done. axes: the options
-    that a subject is made with, chosen by the number of a variant. length: the most operations in a program.
+    that a subject is made with, chosen by the number of a variant.
     """
 
     weights: ClassVar[dict[str, int]]
     axes: ClassVar[dict[str, tuple]]
-    length: ClassVar[int] = 60
 
     def __init__(self, variant: int) -> None:
         self.options: dict[str, Any] = {}
@@ -114,8 +113,8 @@ def machine_of(driver: type[Driver], seen: Counter[str] | None = None) -> type[R
     return Machine
 
 
-def run_machine(driver: type[Driver], n_examples: int, fixed: bool = True) -> Counter[str]:
-    """Run ``n_examples`` programs of at most ``driver.length`` operations; return what was seen.
+def run_machine(driver: type[Driver], n_examples: int, fixed: bool = True, length: int = 60) -> Counter[str]:
+    """Run ``n_examples`` programs of at most ``length`` operations; return what was seen.
 
     fixed: the same programs each time; else those of ``--hypothesis-seed``.
     """
@@ -124,7 +123,7 @@ def run_machine(driver: type[Driver], n_examples: int, fixed: bool = True) -> Co
         machine_of(driver, seen),
         settings=settings(
             max_examples=n_examples,
-            stateful_step_count=driver.length,
+            stateful_step_count=length,
             deadline=None,
             derandomize=fixed,
             database=None,

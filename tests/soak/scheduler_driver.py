@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 
 from rosellm.errors import OverloadError, PromptError, RoseError
-from rosellm.ladder.museum import STEPS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from tests.helpers import random_model, random_prompts, small_config
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from tests.helpers import random_prompts
 from tests.soak.fake_step import (
     BLOCK,
     EOS,
@@ -118,10 +115,13 @@ class SchedulerDriver(OnEngine):
         admission_policy: str,
         prefill_token_budget: int,
         prefill_chunk: int | None,
-        max_batch_size: int,
+        run_ahead_and_replays: tuple[int, bool],
+        n_blocks: int,
         **options,
     ) -> None:
-        self.engine = self.make_engine(max_batch_size=max_batch_size, **options)
+        run_ahead, replays = run_ahead_and_replays
+        self.engine = fake_engine(run_ahead, num_kv_blocks=n_blocks, **options)
+        self.engine.deterministic = replays  # whoever is preempted decodes its output again
         config = SchedulerConfig(
             admission_policy=admission_policy,
             prefill_token_budget=prefill_token_budget,
@@ -135,16 +135,6 @@ class SchedulerDriver(OnEngine):
         self.ended: dict[int, RequestOutput] = {}  # and not taken
         self.fault_in: int | None = None
         call_before(self.engine.step, self._raise_fault)
-
-    def make_engine(self, run_ahead_and_replays: tuple[int, bool], n_blocks: int, **options) -> Engine:
-        run_ahead, replays = run_ahead_and_replays
-        engine = fake_engine(run_ahead, num_kv_blocks=n_blocks, **options)
-        engine.deterministic = replays  # whoever is preempted decodes its output again
-        return engine
-
-    def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-        """What follows, as if nothing ended it."""
-        return tokens_after(tuple(prompt))
 
     # Operations.
 
@@ -265,7 +255,7 @@ class SchedulerDriver(OnEngine):
 
     def _note(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
         assert request_id not in self.running
-        self.running[request_id] = Asked.of(prompt, params, self.expected(prompt, params))
+        self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
 
     def _refusal(
         self, prompts: list[list[int]], params: list[SamplingParams]
@@ -284,22 +274,6 @@ class SchedulerDriver(OnEngine):
         self.fault_in -= 1
 
 
-class ModelSchedulerDriver(SchedulerDriver):
-    """The same over a real, very small model, driven by the host and resident."""
-
-    weights = {name: n for name, n in SchedulerDriver.weights.items() if name != "poison"}
-    axes = {"rung": (BEST_RUNG, "mutable_block_info")} | {
-        name: values for name, values in SchedulerDriver.axes.items() if name != "run_ahead_and_replays"
-    }
-
-    def make_engine(self, rung: str, n_blocks: int, **options) -> Engine:
-        options["prefix_cache"] &= rung not in STEPS
-        return Engine(_model(), recipe=rung, block_size=BLOCK, num_kv_blocks=n_blocks, **options)
-
-    def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-        return _tokens_of_ample_run()[tuple(prompt), params.temperature]
-
-
 def prompt_of(a: int, b: int) -> list[int]:
     """The beginning of one of three documents, and one of two last tokens: 120 prompts in all."""
     return [*DOCUMENTS[a % 3][: b % LONGEST_PROMPT], 1 + a % 2]
@@ -311,22 +285,3 @@ def params_of(a: int, b: int) -> SamplingParams:
     return SamplingParams(
         temperature=temperature, seed=7, max_tokens=1 + 2 * (b // LONGEST_PROMPT), ignore_eos=a >= 128
     )
-
-
-@cache
-def _model():
-    config = small_config(vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=N_POSITIONS, d_model=8)
-    return random_model(0, config)
-
-
-@cache
-def _tokens_of_ample_run() -> dict[tuple[tuple[int, ...], float], tuple[int, ...]]:
-    """What follows each prompt, greedily and drawn, in a dense run with a pool for all."""
-    engine = Engine(_model(), recipe="dense", block_size=BLOCK)
-    prompts = [prompt_of(a, b) for a in range(6) for b in range(LONGEST_PROMPT)]
-    found = {}
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, seed=7, max_tokens=MOST_TOKENS, ignore_eos=True)
-        for output in OfflineScheduler(engine).run(prompts, params):
-            found[tuple(output.prompt_token_ids), temperature] = tuple(output.token_ids)
-    return found

@@ -12,7 +12,7 @@ from rosellm.errors import OverloadError, PromptError, RoseError
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
-from tests.soak.fake_step import N_POSITIONS, VOCAB, call_before, fake_engine, tokens_after
+from tests.soak.fake_step import N_POSITIONS, POISON, VOCAB, call_before, fake_engine, poison, tokens_after
 from tests.soak.programs import one_of
 from tests.soak.scheduler_driver import Asked, FaultError, OnEngine, params_of, prompt_of
 
@@ -97,7 +97,7 @@ class StreamingDriver(OnEngine):
 
     weights = {
         "add": 16, "step": 60, "cancel": 5, "read": 12, "result": 3, "forget": 6, "close": 1, "fault": 1,
-        "misuse": 2,
+        "misuse": 2, "poison": 2,
     }  # fmt: skip
     axes = {
         "run_ahead": (0, 3),
@@ -168,6 +168,12 @@ class StreamingDriver(OnEngine):
         client = self.clients[request_id]
         assert self.manager.cancel(request_id) != client.has_ended
         client.asked.cancelled = True
+
+    @one_of("clients")
+    def poison(self, request_id: int, b: int) -> None:
+        """The logits of a request are not finite from now on: it fails, and nobody else does."""
+        self.clients[request_id].asked.failed = True
+        poison(self.engine, request_id)
 
     @one_of("clients")
     def read(self, request_id: int, b: int) -> None:
@@ -300,9 +306,10 @@ class StreamingDriver(OnEngine):
     def _judge(self, request_id: int, client: Client) -> None:
         try:
             output = self.manager.result(request_id, timeout=0)
-        except RoseError:
+        except RoseError as error:
             assert client.asked.failed
             self.seen["failed"] += 1
+            self.seen["poisoned"] += POISON in str(error)
             return
         client.asked.judge(output)
         client.text = output.text

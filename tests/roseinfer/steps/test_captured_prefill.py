@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import product
 
 import pytest
@@ -43,7 +42,7 @@ WISHES = (
 MODEL = random_model(0)
 RUNGS = ["packed_prefill", BEST_RUNG]
 GARBAGE = 0x7F7F7F7F
-shared = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def random_requests(draw: random.Random, n: int, wishes=WISHES) -> list[tuple[list[int], SamplingParams]]:
@@ -162,21 +161,6 @@ def test_places_without_a_first_token_change_no_row_and_no_place_in_the_ring(cap
     assert state.positions[own].tolist() == [12]
 
 
-def test_a_penalised_first_token_changes_the_counts_of_its_own_request_alone(captured):
-    engine, params = small_engine(MODEL, recipe=BEST_RUNG), SamplingParams(seed=1, frequency_penalty=0.5)
-    running, late = ([engine.make_sequence(p, params) for p in random_prompts(n)] for n in ([5, 7], [4, 6]))
-    engine.prefill(running)
-    engine.decode(running)
-    counts, table = engine.step.planner.counts, engine.step.worker.counts
-    before = table.clone()
-    engine.begin_prefill(late, [4, 2])  # one completes its prompt, in a choice for 16
-    own = counts._place_of[late[0]]
-    seen = [int(token in late[0].prompt) for token in range(MODEL.config.vocab_size)]
-    assert before[own].tolist() != seen == table[own].tolist()
-    before[own] = table[own]
-    assert torch.equal(before, table) and before.any(dim=1).sum() == 3
-
-
 @pytest.mark.parametrize(("lengths", "most"), [([50] * 3, 128), ([2] * 5, 4096)])
 def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, monkeypatch, lengths, most):
     monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.CAPTURED_TOKENS", most)
@@ -191,16 +175,6 @@ def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, mon
     others = greedy_sequences(expected, prompts, 4)
     expected.prefill(others)
     assert decode_all(engine, sequences) == decode_all(expected, others)
-
-
-def test_last_logits_are_those_of_the_prompts_in_their_order(captured):
-    results = []
-    for rung in ("dense", BEST_RUNG):
-        engine = small_engine(MODEL, recipe=rung)
-        sequences = greedy_sequences(engine, random_prompts([5, 20, 9]), 3)
-        engine.begin_prefill(sequences, [5, 4, 9])
-        results.append(engine.step.last_logits())
-    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture
@@ -226,7 +200,7 @@ def test_a_run_that_is_captured_has_a_program_for_each_tile(large, seed):
 
 PADDED = [[(0, 3)], [(1, 4), (2, 2)], [(1, 1)]]  # chunks of prompts: (whose, how many tokens)
 IN_PIECES = [[(0, 40), (2, 25)], [(0, 10), (1, 3), (2, 5)]]
-GPT2, QWEN3 = small_config(), small_config(**MODERN)
+GPT2, QWEN3 = small_config(n_layers=1), small_config(n_layers=1, **MODERN)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -355,7 +329,7 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
     keys = {capture.args for capture in step.captures() if capture.func == step.step}
     assert len(step.captures()) < 300
     for bucket in {bucket for bucket, _, _ in keys}:
-        for longest in range(1, 1025):
+        for longest in {*range(1, 1025, 5), 1024}:
             for mode, share in product(step.next_tokens.chooser.modes, (0.1, 0.6, 0.9, 1)):
                 assert (bucket, mode, bind.variant(bucket, longest, share * longest)) in keys
 
@@ -370,15 +344,3 @@ def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, mo
         engine.begin_prefill(sequences)
         results.append(engine.step.last_logits())
     assert torch.equal(*results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "told"), [(0.6, True), (0.0, False)])
-def test_a_warm_up_of_more_than_a_second_tells_how_long_it_takes(
-    captured, monkeypatch, capsys, seconds, told
-):
-    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
-    monkeypatch.setattr(engine.step, "captures", lambda _rows: [lambda: time.sleep(seconds)] * 3)
-    engine.warm_up()
-    printed = capsys.readouterr().err
-    assert ("warm-up" in printed and "3/3 [00:0" in printed) == told and (told or not printed)

@@ -15,7 +15,6 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
-    TRITON_DEVICES,
     decode_all,
     generate,
     greedy_sequences,
@@ -28,17 +27,10 @@ from tests.helpers import (
 
 PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30, 5, 3, 12], seed=1)
 N_TOKENS = 12
-Transformer = random_model(0)
-EXPECTED = [uncached_greedy(Transformer, prompt, N_TOKENS) for prompt in PROMPTS]
+MODEL = random_model(0)
+EXPECTED = [uncached_greedy(MODEL, prompt, N_TOKENS) for prompt in PROMPTS]
 RESIDENT = ["resident_step", "packed_prefill", BEST_RUNG]
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7}
-WISHES = {
-    "drawn": {},
-    "filtered": {"top_k": 20, "top_p": 0.9},
-    "min_p": {"min_p": 0.1},
-    "penalised": {"top_p": 0.9, **PENALTIES},
-    "greedy, penalised": {"temperature": 0.0, **PENALTIES},
-}
 
 
 def started(engine: Engine, which: list[int], max_tokens: int | list[int] = N_TOKENS):
@@ -48,24 +40,25 @@ def started(engine: Engine, which: list[int], max_tokens: int | list[int] = N_TO
 
 
 @pytest.mark.parametrize("rung", RESIDENT)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**9))
-def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
+def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens_however_late(rung, seed):
     draw = random.Random(seed)
-    engine = small_engine(Transformer, recipe=rung, max_batch_size=6, max_model_len=56)
-    assert (
-        engine.step.worker.state.rows.shape[1] > FIELDS + engine.step.worker.state.table.shape[1]
-    )  # rows are padded
-    running: dict[int, object] = {}
+    engine = small_engine(MODEL, recipe=rung, max_batch_size=6, max_model_len=56)
+    state = engine.step.worker.state
+    assert state.rows.shape[1] > FIELDS + state.table.shape[1]  # rows are padded
+    running: dict[int, Sequence] = {}
     waiting = draw.sample(range(len(PROMPTS)), len(PROMPTS))
     for _ in range(40):
         if waiting and len(running) < 6 and draw.random() < 0.5:
             index = waiting.pop()
             (running[index],) = started(engine, [index])
-        some = draw.sample(sorted(running), draw.randint(0, len(running)))
-        some = [running[i] for i in some if not running[i].is_finished]
+        some = [
+            s for s in draw.sample([*running.values()], draw.randint(0, len(running))) if not s.is_finished
+        ]
         if some:
-            engine.decode(some)
+            engine.begin_decode(some)
+        list(engine.step.collect(draw.randint(0, 4)))
         for index in [i for i, s in running.items() if s.is_finished or draw.random() < 0.05]:
             sequence = running.pop(index)
             assert sequence.output == EXPECTED[index][: sequence.n_output]
@@ -74,20 +67,6 @@ def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung
     for sequence in running.values():
         engine.release(sequence)
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
-
-
-@pytest.mark.parametrize("rung", RESIDENT)
-def test_tokens_of_many_begun_steps_arrive_in_order_each_for_the_same_list_of_sequences(rung):
-    engine = small_engine(Transformer, recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
-    engine.begin_prefill(sequences)
-    while engine.begin_decode(sequences):
-        pass
-    assert not any(s.n_output for s in sequences)
-    prefill, *decodes = engine.step.collect()
-    assert [prefill.kind, *(done.kind for done in decodes)] == ["prefill", *["decode"] * (N_TOKENS - 1)]
-    assert len({id(done.sequences) for done in decodes}) == 1
-    assert [s.output for s in sequences] == EXPECTED
 
 
 @pytest.mark.parametrize("rung", RESIDENT)
@@ -103,22 +82,8 @@ def test_more_steps_than_the_ring_holds_may_be_begun_without_collecting_any(rung
     assert engine.step.worker.state.rounds.min() >= 0 and engine.step.worker.state.rounds.max() < ROUNDS
 
 
-def test_a_released_sequence_gets_none_of_the_tokens_under_way():
-    engine = small_engine(Transformer, recipe=BEST_RUNG)
-    kept, gone = started(engine, [4, 5])
-    both = [kept, gone]
-    for _ in range(3):
-        engine.begin_decode(both)
-    engine.release(gone)
-    had = gone.n_output
-    (other,) = started(engine, [6])  # takes the slot and maybe the blocks
-    assert gone.n_output == had
-    decode_all(engine, [kept, other])
-    assert (kept.output, other.output) == (EXPECTED[4], EXPECTED[6])
-
-
 def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
-    engine = small_engine(Transformer, recipe=BEST_RUNG)
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
     sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
     outputs = decode_all(engine, sequences)
     assert outputs[8] == EXPECTED[8]
@@ -127,7 +92,7 @@ def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
 
 
 def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
-    engine = small_engine(Transformer, recipe=BEST_RUNG, num_kv_blocks=6)
+    engine = small_engine(MODEL, recipe=BEST_RUNG, num_kv_blocks=6)
     long, short = started(engine, [6, 4], 8)  # 4 blocks and 2: none is left
     with pytest.raises(KVCacheExhausted):
         for _ in range(8):
@@ -140,35 +105,19 @@ def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
 
 
 def test_more_sequences_than_rows_are_refused():
-    engine = small_engine(Transformer, recipe=BEST_RUNG, max_batch_size=2)
+    engine = small_engine(MODEL, recipe=BEST_RUNG, max_batch_size=2)
     started(engine, [0, 1])
     with pytest.raises(OptionError, match="2 that run together"):
         started(engine, [2])
 
 
 def test_an_edited_last_token_is_what_the_next_step_starts_from():
-    engine = small_engine(Transformer, recipe=BEST_RUNG)
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
     (sequence,) = started(engine, [3])
     sequence.tokens[-1] = (sequence.tokens[-1] + 1) % 101
-    expected = uncached_greedy(Transformer, sequence.tokens, 1)
+    expected = uncached_greedy(MODEL, sequence.tokens, 1)
     engine.decode([sequence])
     assert sequence.tokens[-1:] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("wish", WISHES, ids=WISHES)
-def test_chosen_tokens_are_those_of_the_unfused_step(wish, device):
-    settings = {"temperature": 1.3, "max_tokens": 3} | WISHES[wish]
-    own = [SamplingParams(seed=5 + i // 2, **settings) for i in range(3)]
-    outputs = []
-    for rung in ("resident_step", BEST_RUNG):
-        engine = small_engine(random_model(0).to(device), recipe=rung, kernels="triton")
-        sequences = [engine.make_sequence(*pair) for pair in zip(PROMPTS[:3], own, strict=True)]
-        engine.prefill(sequences)
-        outputs.append(decode_all(engine, sequences))
-    assert outputs[0] == outputs[1]
-    assert len({tuple(tokens) for tokens in outputs[0]}) == 3
 
 
 def penalised(engine: Engine, prompts: list[list[int]], n: int) -> list[Sequence]:
@@ -219,28 +168,6 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung,
     assert failed == [poisoned] and poisoned.finish_reason == "failed" and "not finite" in poisoned.error
     assert poisoned.output == EXPECTED[6][:n_before]
     assert [s.output for s in sequences if s is not poisoned] == EXPECTED[:6] + EXPECTED[7:]
-
-
-def test_steps_of_ever_fewer_of_the_same_sequences_may_be_begun_without_collecting_any():
-    engine = small_engine(Transformer, recipe=BEST_RUNG)
-    sequences = started(engine, [0, 1, 2, 3])
-    for n in (4, 3, 2):
-        assert engine.begin_decode(sequences[:n]) == n
-    assert [len(done.sequences) for done in engine.step.collect()] == [4, 3, 2]
-    assert [s.output for s in sequences] == [EXPECTED[i][:n] for i, n in enumerate((4, 4, 3, 2))]
-
-
-@pytest.mark.parametrize("rung", RESIDENT)
-def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committed(rung):
-    engine = small_engine(Transformer, recipe=rung)
-    again, other = sequences = started(engine, [4, 5])
-    engine.begin_decode(sequences)
-    engine.release(again)
-    again.num_cached_tokens = 0
-    engine.begin_prefill([again])  # computes the token that the step has under way, too
-    assert again in [s for done in engine.step.collect() for s in done.sequences]
-    assert again.output == EXPECTED[4][:2]
-    assert decode_all(engine, sequences) == [EXPECTED[4], EXPECTED[5]]
 
 
 @pytest.mark.gpu
