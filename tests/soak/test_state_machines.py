@@ -37,7 +37,7 @@ LENGTH, MOST_OPERATIONS = 16, 10  # of a program that finds a planted fault, as 
         (BlockDriver, 45, 900, {"KVCacheExhausted raised", "KeyError raised", "shared blocks"}),
         (PrefixDriver, 40, 1200, {"matched tokens", "evictions"}),
         (SchedulerDriver, 25, 1200, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
-        (StreamingDriver, 18, 700, ENDS | REFUSED | {"poisoned", "ClosedError raised", "WorkerError raised"}),
+        (StreamingDriver, 18, 700, ENDS | REFUSED | {"faults", "ClosedError raised", "WorkerError raised"}),
         pytest.param(
             EngineDriver, 30, 300, {"steps", "prompts cut", "lists passed again"}, marks=pytest.mark.slow
         ),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -64,34 +62,6 @@ class Calls:
 
     def of(self, name: str) -> list[list[int]]:
         return [ids for called, ids in self.log if called == name]
-
-
-class Gate:
-    """Holds the engine's decode steps back until it is opened; tells when the first one has begun."""
-
-    def __init__(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
-    ) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-        begin_decode = engine.begin_decode
-
-        def held_back(sequences) -> int:
-            self.reached.set()
-            assert self._open.wait(10)
-            if error is not None:
-                raise error
-            return begin_decode(sequences)
-
-        monkeypatch.setattr(engine, "begin_decode", held_back)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within: a decode step has begun and does not end."""
-        assert self.reached.wait(10)
-        try:
-            yield
-        finally:
-            self._open.set()
 
 
 def outcome(read: Callable[[], object]) -> object:

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import random
+import os
 import signal
 import threading
-import time
-from pathlib import Path
 
 import pytest
 
+from rosellm import LLM
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
-from tests.roseinfer.ranks import program
+from tests.helpers import random_model, random_prompts, small_config, small_engine
+from tests.roseinfer.serving.common import assert_all_free, greedy
 
-ROOT = Path(__file__).parents[3]
-N_INTERRUPTS = 2
-SERVED = """
-import sys
-from rosellm import LLM, SamplingParams
-
-llm = LLM(device="cpu", num_kv_blocks=60, max_batch_size=4, prefix_cache={prefix_cache})
-prompts = ["import os\\n" * n for n in (1, 9, 30, 2, 5, 12)]
-greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-tokens = lambda: [one.outputs[0].token_ids for one in llm.generate(prompts, greedy, use_tqdm=False)]
-blocks = llm.engine.blocks
-expected, seen = tokens(), 0
-for _ in range({n}):
-    print("go", flush=True)
-    try:
-        llm.generate(prompts, long, use_tqdm=False)
-    except KeyboardInterrupt:
-        seen += 1
-    blocks.check_integrity()
-    assert blocks.num_free_blocks() + blocks.num_evictable_blocks() == 60, blocks.num_free_blocks()
-    assert tokens() == expected
-print("interrupted", seen, flush=True)
-"""
+PROMPTS = random_prompts([4, 40, 90, 7, 30], seed=7)
 
 
-@pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_blocks(prefix_cache):
-    rng = random.Random(7)
-    code = SERVED.format(prefix_cache=prefix_cache, n=N_INTERRUPTS)
-    with program("-c", code, cwd=ROOT) as process:
-        for line in process.stdout:
-            if line != "go\n":
-                break
-            time.sleep(rng.uniform(0.05, 0.4))  # 300 tokens take longer
-            process.send_signal(signal.SIGINT)
-        said, failed = line, process.stderr.read()
-        assert process.wait(60) == 0, failed
-    assert said == f"interrupted {N_INTERRUPTS}\n"
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_blocks(
+    tokenizer, monkeypatch, prefix_cache
+):
+    model = random_model(3, small_config(vocab_size=tokenizer.vocab_size, n_positions=1100))
+    options = {"num_kv_blocks": 150, "max_batch_size": 4, "prefix_cache": prefix_cache}
+    engine = small_engine(model, tokenizer=tokenizer, recipe="resident_step", **options)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
+    llm = LLM()
+    expected = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
+    for seconds in (0.03, 0.1, 0.2):  # 1000 tokens take longer
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, greedy(1000), use_tqdm=False)
+            signal.pause()
+        assert_all_free(engine)
+        assert llm.generate(PROMPTS, greedy(12), use_tqdm=False) == expected
 
 
 @pytest.mark.parametrize("lets_through", [True, False])

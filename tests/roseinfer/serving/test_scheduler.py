@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 
 import pytest
 
-from rosellm.errors import PromptError, RoseError
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.errors import RoseError
 from rosellm.roseinfer.request import RequestMetrics
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+from tests.helpers import random_prompts, uncached_greedy
 from tests.late_step import run_late
 from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, greedy, run_to_end
 
@@ -131,36 +128,6 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
 # Ends
 
 
-def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(0)
-    first = uncached_greedy(model, [3, 4], 1)[0]
-    by_eos = small_engine(random_model(0, small_config(eos_token_ids=(first,))), recipe="dense")
-    for engine, params, reason in (
-        (engine_of(), greedy(1), "length"),
-        (by_eos, SamplingParams(temperature=0.0, max_tokens=9), "stop"),
-    ):
-        calls = Calls(engine, monkeypatch)
-        output = OfflineScheduler(engine).run([[3, 4]], params)[0]
-        assert (output.token_ids, output.finish_reason) == ([first], reason)
-        assert calls.of("decode") == []
-        assert_all_free(engine)
-
-
-def test_bad_options_bad_prompts_and_questions_that_come_too_early_are_refused() -> None:
-    for name, value in (("prefill_max_batch_size", None), ("fifo_every", True)):
-        with pytest.raises(RoseError, match=f"{name} is {value}"):
-            SchedulerConfig(**{name: value})
-    scheduler = OnlineScheduler(engine_of())
-    with pytest.raises(PromptError, match="prompt 2: .*empty"):
-        scheduler.add_requests([[1], [2], []], greedy())
-    assert not scheduler.has_unfinished
-    request = scheduler.add_request([1], greedy(1))
-    with pytest.raises(RoseError, match=f"request {request} has not ended"):
-        scheduler.take_result(request)
-    with pytest.raises(RoseError, match=f"request {request} has not ended yet"):
-        RequestOutput.of(scheduler.requests[request], None)
-
-
 @pytest.mark.parametrize(
     ("where", "error", "reasons"),
     [
@@ -192,25 +159,6 @@ def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(
     assert [output.finish_reason for output in outputs] == reasons
     if reasons[2] == "length":  # it was waiting
         assert outputs[2].token_ids == uncached_greedy(engine.model, [3], 9)
-
-
-def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
-    engine = engine_of()
-    scheduler = OfflineScheduler(engine, SchedulerConfig(max_batch_size=2))
-
-    class Interrupt:
-        total = 27
-
-        def update(self, n: int) -> None:
-            if scheduler.decode_steps == 3:
-                signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        scheduler.run([[1], [2], [3]], greedy(9), Interrupt())
-    assert scheduler.decode_steps == 4  # the interrupt waited for the end of a step
-    assert not scheduler.has_unfinished and not scheduler.finished
-    assert_all_free(engine)
-    assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
 
 
 @pytest.mark.parametrize("run_ahead", [1, 3])

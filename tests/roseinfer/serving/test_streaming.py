@@ -19,7 +19,9 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import random_model, small_engine
 from tests.late_step import run_late
-from tests.roseinfer.serving.common import WORDS, Calls, Gate, assert_all_free, greedy
+from tests.roseinfer.serving.common import WORDS, Calls, assert_all_free, greedy
+from tests.soak.fake_step import call_before
+from tests.soak.streaming_driver import Gate
 
 
 @pytest.mark.parametrize(("tokenize_workers", "stream_interval"), [(0, 1), (2, 5)])
@@ -56,12 +58,16 @@ def test_readers_in_several_threads_get_the_text_of_an_offline_run(
 
 
 def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
 ) -> None:
-    gate = Gate(engine, monkeypatch)
+    gate = Gate()
+    call_before(engine.step, gate)
     with StreamingManager(engine) as manager, ThreadPoolExecutor(3) as clients:
         request = manager.add_request(WORDS, greedy(3))
-        with gate.held():
+        gate.await_worker(lambda: False)
+        gate.let_through()  # the prefill
+        gate.await_worker(lambda: False)
+        try:
             assert len(next(manager.stream_text(request))) > 0
             assert len(manager.metrics(request).token_times) == 1
             for timeout in (0, 0.01):
@@ -70,24 +76,12 @@ def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_
             for bad in (math.nan, -1, True):
                 with pytest.raises(RoseError, match=f"timeout is {bad}"):
                     manager.result(request, bad)
-            with pytest.raises(RoseError, match="has not ended yet"):
-                manager.forget(request)
             long = math.inf, 10**400, threading.TIMEOUT_MAX
             results = [clients.submit(manager.result, request, timeout) for timeout in long]
             assert not wait(results, timeout=0.05).done
+        finally:
+            gate.open()
         assert [len(result.result(timeout=100).token_ids) for result in results] == [3] * 3
-        assert len(manager.result(request, timeout=0).token_ids) == 3
-
-
-def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
-    with StreamingManager(engine, stream_interval=4) as manager:
-        before = perf_counter()
-        request = manager.add_request([5], greedy(10))
-        metrics = manager.result(request).metrics
-    times = metrics.token_times
-    assert before <= metrics.arrival < times[0]
-    assert [times.count(t) for t in sorted(set(times))] == [4, 4, 2]
-    assert times == sorted(times) and times[-1] < perf_counter()
 
 
 def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_once(
@@ -123,33 +117,6 @@ def test_several_tokens_at_once_are_handed_over_in_one_piece(engine: Engine, str
     assert sum(handed_over) == 12 and max(handed_over) > stream_interval
     assert all(n >= stream_interval for n in handed_over[:-1])
     assert len(pieces) <= len(handed_over)
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("stream_interval", [1, 3])
-def test_no_part_of_a_stop_string_is_handed_over_unless_the_text_ends_with_it(
-    engine: Engine, stream_interval: int
-) -> None:
-    whole = OfflineScheduler(engine).run([[9, 8]], greedy(40))[0].text
-    ends = [(whole[at : at + 5], "stop") for at in (6, 7, 10, 15)] + [(whole[-3:] + "and more", "length")]
-    run_late(engine, 2)
-    with StreamingManager(engine, stream_interval=stream_interval) as manager:
-        for stop, reason in ends:
-            request = manager.add_request([9, 8], greedy(40, stop=stop))
-            text = "".join(manager.stream_text(request))
-            assert text == whole.partition(stop)[0] == manager.result(request).text
-            assert manager.result(request).finish_reason == reason
-
-
-def test_a_reader_who_walks_away_holds_up_nobody(engine: Engine) -> None:
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager:
-        abandoned = [manager.add_request([i], greedy(30)) for i in range(1, 4)]
-        next(manager.stream_text(abandoned[0]))
-        last = manager.add_request([7], greedy(5))
-        assert len(manager.result(last, timeout=100).token_ids) == 5
-        assert len(manager.result(abandoned[0]).token_ids) == 30
-        assert list(manager.stream_text(last))
-        assert list(manager.stream_text(last)) == []  # it has been read
     assert_all_free(engine)
 
 
@@ -224,17 +191,6 @@ def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: E
         may_tokenize.set()
         assert [len(manager.result(request).token_ids) for request in requests] == [3, 3]
     assert_all_free(engine)
-
-
-def test_unknown_and_forgotten_requests_are_refused_in_one_sentence(engine: Engine) -> None:
-    with StreamingManager(engine) as manager:
-        request = manager.add_request([1], greedy(2))
-        manager.result(request)
-        manager.forget(request)
-        for ask in (manager.stream_text, manager.result, manager.metrics, manager.cancel, manager.forget):
-            for unknown in (request, []):
-                with pytest.raises(RoseError, match="is unknown"):
-                    ask(unknown)
 
 
 def test_an_engine_without_a_tokenizer_cannot_stream() -> None:

@@ -83,22 +83,6 @@ def test_a_request_cancelled_before_it_has_begun_has_no_tokens(
     assert_all_free(engine)
 
 
-def test_a_bad_prompt_is_refused_where_it_is_tokenized(engine: Engine) -> None:
-    config = SchedulerConfig(max_in_flight=2)
-    with StreamingManager(engine, config) as inline:
-        with pytest.raises(PromptError, match="empty"):
-            inline.add_request("", greedy())
-        assert not inline._in_flight
-    with StreamingManager(engine, config, 1) as pooled:
-        for _ in range(2):
-            requests = pooled.add_requests([WORDS, ""], greedy())  # both fail
-            for request in requests:
-                with pytest.raises(PromptError, match="empty"):
-                    pooled.result(request, timeout=100)
-                with pytest.raises(PromptError, match="empty"):
-                    list(pooled.stream_text(request))
-
-
 def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> None:
     stop, flooding = threading.Event(), threading.Event()
     with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as threads:
@@ -131,22 +115,6 @@ def close_within_a_step(manager: StreamingManager) -> None:
     start = process_time()
     manager.close()
     assert process_time() - start < 2
-
-
-def test_close_ends_thousands_of_waiting_requests_once_each(
-    engine: Engine, threads: ThreadPoolExecutor
-) -> None:
-    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4))
-    inbox: SimpleQueue = SimpleQueue()
-    requests = [manager.add_request([1, 2], ENDLESS, inbox) for _ in range(5000)]
-    waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests[::500]]
-    close_within_a_step(manager)
-    assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
-    told = [inbox.get_nowait() for _ in range(inbox.qsize())]
-    ends = [request for request, piece in told if piece is None]
-    assert sorted(ends) == requests
-    assert {request: piece for request, piece in told} == dict.fromkeys(requests)  # nothing after an end
-    assert_all_free(engine)
 
 
 def test_close_ends_every_request_of_clients_that_go_on_submitting(

@@ -11,8 +11,8 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.text import IncrementalText
-from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
-from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy
+from tests.helpers import random_model, small_config, small_engine, uncached_greedy
+from tests.roseinfer.serving.common import engine_of, greedy
 
 
 class Pieces:
@@ -77,37 +77,6 @@ def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Toke
     assert cut.take() == "né "
     cut.finish()
     assert "né " + cut.take() == cut.text == tokenizer.decode(ids[:-1])
-
-
-def test_stop_strings_end_a_request_and_its_text(tokenizer: Tokenizer) -> None:
-    engine = engine_of(3, tokenizer)
-    prompts = random_prompts([3, 5, 2], vocab_size=tokenizer.vocab_size)
-    whole = OfflineScheduler(engine).run(prompts, greedy(30))
-    stops = [output.text[8:11] for output in whole]
-    params = [greedy(30, stop=[stop, "never there"]) for stop in stops[:2]]
-    params.append(greedy(30, stop=whole[2].text[-1] + "then something else"))
-    cut = OfflineScheduler(engine).run(prompts, params)
-    for output, stop, reference in zip(cut[:2], stops, whole, strict=False):
-        assert output.text == reference.text.partition(stop)[0]
-        assert output.finish_reason == "stop"
-        assert len(output.token_ids) < 30
-        assert output.token_ids == reference.token_ids[: len(output.token_ids)]
-        assert len(output.metrics.token_times) == len(output.token_ids)
-    assert (cut[2].text, cut[2].finish_reason) == (whole[2].text, "length")
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("stop", [None, "never there"])
-def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: str | None) -> None:
-    config = {"vocab_size": tokenizer.vocab_size}
-    tokens = uncached_greedy(random_model(0, small_config(**config)), [9, 8], 6)
-    assert tokens.index(tokens[5]) == 5
-    model = random_model(0, small_config(eos_token_ids=(tokens[5],), **config))
-    engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
-    until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
-    output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]
-    assert (output.token_ids, output.finish_reason) == (tokens, "stop")
-    assert output.text == tokenizer.decode(tokens[:5])
 
 
 @pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
