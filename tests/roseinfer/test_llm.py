@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 
 import numpy as np
 import pytest
@@ -190,20 +188,6 @@ def test_prompts_may_come_in_any_sequence_and_one_may_be_bare(llm: LLM, prompts)
     assert llm.generate(prompts, GREEDY) == llm.generate((one for one in prompts), GREEDY) == wanted
     assert llm.generate(prompts[0], GREEDY) == wanted[:1]
     assert llm.generate("hello", GREEDY) == llm.generate(["hello"], GREEDY)
-
-
-def test_threads_take_turns(llm: LLM) -> None:
-    prompts = [[n + 5, n + 6, n + 7] for n in range(8)]
-    together = Barrier(len(prompts))
-
-    def generate(prompt: list[int]) -> list[list[int]]:
-        together.wait()
-        return tokens(llm.generate([prompt], GREEDY))
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        found = list(pool.map(generate, prompts))
-    assert found == [[one] for one in tokens(llm.generate(prompts, GREEDY))]
-    assert_idle(llm)
 
 
 def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(checkpoint: Path) -> None:
