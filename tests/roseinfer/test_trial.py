@@ -51,11 +51,7 @@ def release(memory: FakeMemory) -> None:
 
 @pytest.mark.parametrize(
     ("n_tokens", "n_largest", "n_bytes"),
-    [
-        (16384, 4, 6 * GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10),
-        (8192, 4, 5 * GiB // 2 + GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10),
-        (16384, 0, 5 * GiB),
-    ],
+    [(16384, 4, 6 * GiB + (4 * 3 * MiB + DRIVER_BYTES) * 10), (8192, 0, 5 * GiB // 2)],
 )
 def test_prefill_pool_and_every_graph_count_but_not_the_kernels_that_stay_loaded(
     n_tokens, n_largest, n_bytes

@@ -18,7 +18,6 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import random_model, small_engine
-from tests.late_step import run_late
 from tests.roseinfer.serving.common import WORDS, Calls, assert_all_free, greedy
 from tests.soak.fake_step import call_before
 from tests.soak.streaming_driver import Gate
@@ -102,22 +101,6 @@ def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_
     assert ["".join(own) for own in pieces] == [reference.text] * 2 and max(map(len, pieces)) <= 2
     times = [one.metrics.token_times for one in results]
     assert [[own.count(t) for t in sorted(set(own))] for own in times] == [[1, 11]] * 2 + [[1] * 12]
-
-
-@pytest.mark.parametrize("stream_interval", [1, 5])
-def test_several_tokens_at_once_are_handed_over_in_one_piece(engine: Engine, stream_interval: int) -> None:
-    reference = OfflineScheduler(engine).run([[9, 8]], greedy(12))[0]
-    run_late(engine, 3)
-    with StreamingManager(engine, stream_interval=stream_interval) as manager:
-        request = manager.add_request([9, 8], greedy(12))
-        pieces = list(manager.stream_text(request))
-        result = manager.result(request)
-    assert ("".join(pieces), result.text, result.token_ids) == (reference.text,) * 2 + (reference.token_ids,)
-    handed_over = [result.metrics.token_times.count(t) for t in sorted(set(result.metrics.token_times))]
-    assert sum(handed_over) == 12 and max(handed_over) > stream_interval
-    assert all(n >= stream_interval for n in handed_over[:-1])
-    assert len(pieces) <= len(handed_over)
-    assert_all_free(engine)
 
 
 @pytest.mark.parametrize("tokenize_workers", [0, 2])
