@@ -180,7 +180,7 @@ def errors(folder: Path, way: str, device: str, dtype: torch.dtype, expected: Th
     ],
     indirect=["folder"],
 )
-def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path, way, device, dtype):
+def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder, way, device, dtype):
     expected = theirs(folder, dtype, device)
     found = errors(folder, way, device, dtype, expected)
     print(f"{folder.name} {way} {device} {dtype}: prefill {found[0]:.1e}, steps {max(found[1:]):.1e}")

@@ -37,16 +37,14 @@ CASES += [pytest.param(c, "cuda", id=f"{c}-gpu", marks=pytest.mark.gpu) for c in
 
 
 @pytest.mark.parametrize(("combination", "device"), CASES)
-def test_every_value_of_every_axis_gives_the_tokens_of_the_request_alone(
-    combination: Combination, device: str
-):
+def test_every_value_of_every_axis_gives_the_tokens_of_the_request_alone(combination, device):
     check(combination, device)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-def test_every_two_values_give_the_tokens_of_the_request_alone(device: str):
+def test_every_two_values_give_the_tokens_of_the_request_alone(device):
     for combination in covering_array(device, 2):
         try:
             check(combination, device)
@@ -152,7 +150,7 @@ def assert_text(engine: Engine, served: Served, interval: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_two_values_occur_together_but_those_that_cannot(device: str):
+def test_every_two_values_occur_together_but_those_that_cannot(device):
     """Rungs with a runner of their own or without a prefix cache, modes that need certain kernels, one kernel
     of whole layers, the preemption of the only request."""
     axes = axes_on(device)
@@ -180,7 +178,7 @@ def test_every_two_values_occur_together_but_those_that_cannot(device: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_expected_tokens_are_varied_nowhere_nearly_tied_and_those_of_an_uncached_model(model: str):
+def test_expected_tokens_are_varied_nowhere_nearly_tied_and_those_of_an_uncached_model(model):
     served = [c for n in (1, 2) for c in covering_array("cpu", n) if c.model == model]
     works = {(c.composition, c.forced, c.deterministic): Workload.of(c) for c in served}
     prompts = {tuple(prompt) for work in works.values() for prompt in [work.primer, *work.prompts]}

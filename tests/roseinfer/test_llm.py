@@ -51,7 +51,7 @@ def tokens(outputs: list) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_results_come_in_order_with_the_tokens_of_the_model(llm: LLM) -> None:
+def test_results_come_in_order_with_the_tokens_of_the_model(llm):
     prompts = [WORDS[:20], [5, 6, 7], "h", WORDS[3:9], [9], "world, here"]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (9, 2, 5, 1, 12, 3)]
     results = llm.generate(prompts, params)
@@ -85,7 +85,7 @@ def test_options_of_the_engine_may_be_asked_for_and_give_the_same_tokens(llm, ch
     assert is_so(other)
 
 
-def test_a_rung_and_a_recipe_together_are_refused(checkpoint: Path) -> None:
+def test_a_rung_and_a_recipe_together_are_refused(checkpoint):
     with pytest.raises(RecipeError, match="both a rung and a recipe"):
         LLM(str(checkpoint), rung="paged", recipe=Recipe(), device="cpu")
 
@@ -96,7 +96,7 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
     return LLM()
 
 
-def test_a_prompt_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(monkeypatch):
     llm = fake_llm(monkeypatch)
     poison(llm.engine, 2)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -107,7 +107,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.Mo
         assert (result.outputs[0].finish_reason, result.error) == ("length", None)
 
 
-def test_default_parameters_sample_sixteen_tokens_of_the_shipped_model() -> None:
+def test_default_parameters_sample_sixteen_tokens_of_the_shipped_model():
     llm = LLM(device="cpu")
     assert llm.generate([]) == []
     first, second = tokens(llm.generate(["hello", "hello"]))
@@ -131,7 +131,7 @@ def chatting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
 
 
-def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(chatting: LLM) -> None:
+def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(chatting):
     texts = ["<user>hello world>>", "<system>some<user>words>>"]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 5)]
     results = chatting.chat([ONE, OTHER], params)
@@ -140,7 +140,7 @@ def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continu
     assert chatting.chat(OTHER, params[1]) == results[1:]
 
 
-def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(llm: LLM, chatting: LLM):
+def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(llm, chatting):
     dummy = LLM("rose-tiny", device="cpu", load_format="dummy", num_kv_blocks=4)
     for one, messages, error, message in (
         (llm, ONE, CheckpointError, "no chat template; give a prompt as text"),
@@ -155,7 +155,7 @@ def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(l
         assert_idle(one)
 
 
-def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_come(monkeypatch) -> None:
+def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_come(monkeypatch):
     class Bar:
         total, n = 20, 0
         seen: list[tuple[int, int]] = []
@@ -183,14 +183,14 @@ def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_co
     ],
     ids=lambda prompts: type(prompts).__name__,
 )
-def test_prompts_may_come_in_any_sequence_and_one_may_be_bare(llm: LLM, prompts) -> None:
+def test_prompts_may_come_in_any_sequence_and_one_may_be_bare(llm, prompts):
     wanted = llm.generate([[5, 6], [7, 8]], GREEDY)
     assert llm.generate(prompts, GREEDY) == llm.generate((one for one in prompts), GREEDY) == wanted
     assert llm.generate(prompts[0], GREEDY) == wanted[:1]
     assert llm.generate("hello", GREEDY) == llm.generate(["hello"], GREEDY)
 
 
-def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(checkpoint: Path) -> None:
+def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(checkpoint):
     llm = LLM(str(checkpoint), rung="dense", device="cpu", max_batch_size=4, block_size=16)
     early = OfflineScheduler(llm.engine)
     wanted = llm.generate([5, 6], GREEDY)
@@ -209,7 +209,7 @@ def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(ch
     assert tokens(llm.generate([5, 6], GREEDY)) == tokens(early.run([[5, 6]], GREEDY)) == tokens(wanted)
 
 
-def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fails_gives_the_engine_back(monkeypatch):
     llm = fake_llm(monkeypatch)
     begin = llm.engine.step.begin_prefill
 
@@ -233,7 +233,7 @@ def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_llm_and_its_engine_cannot_be_copied_or_pickled(llm: LLM, duplicate) -> None:
+def test_an_llm_and_its_engine_cannot_be_copied_or_pickled(llm, duplicate):
     for original, name in ((llm, "an LLM"), (llm.engine, "an engine")):
         with pytest.raises(RoseError, match=f"{name} cannot be copied or pickled; make another one"):
             duplicate(original)

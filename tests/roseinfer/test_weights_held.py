@@ -56,6 +56,6 @@ def beside_its_cache(rung: str, arch: Arch, device: torch.device) -> int:
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES)
-def test_an_engine_holds_the_weights_once(arch: Arch, rung: str, device: str):
+def test_an_engine_holds_the_weights_once(arch, rung, device):
     weights = torch.float16.itemsize * arch.n_parameters
     assert weights <= beside_its_cache(rung, arch, torch.device(device)) <= MOST * weights + BUFFERS

@@ -16,7 +16,7 @@ def engine_of(**options) -> Engine:
     return engine
 
 
-def test_promises_are_full_lengths_and_may_exceed_the_pool() -> None:
+def test_promises_are_full_lengths_and_may_exceed_the_pool():
     engine = engine_of()
     one, two = greedy_sequences(engine, [[1] * 8, [2] * 9], [1, 40])
     assert [engine.budget.max_blocks(s) for s in (one, two)] == [1, 6]  # the last token is never cached
@@ -28,7 +28,7 @@ def test_promises_are_full_lengths_and_may_exceed_the_pool() -> None:
 
 
 @pytest.mark.parametrize(("chunk", "blocks"), [(8, 1), (9, 2), (17, 3)])
-def test_a_prefill_needs_the_blocks_that_its_chunk_reaches(chunk: int, blocks: int) -> None:
+def test_a_prefill_needs_the_blocks_that_its_chunk_reaches(chunk, blocks):
     engine = engine_of()
     (one,) = greedy_sequences(engine, [[1] * 17], 4)
     assert engine.budget.blocks_to_prefill([one], [chunk]) == blocks
@@ -37,7 +37,7 @@ def test_a_prefill_needs_the_blocks_that_its_chunk_reaches(chunk: int, blocks: i
     assert engine.budget.free == 10 - blocks
 
 
-def test_a_decode_needs_a_block_where_the_last_is_full_or_shared() -> None:
+def test_a_decode_needs_a_block_where_the_last_is_full_or_shared():
     engine = engine_of(prefix_cache=True)
     full, partial = greedy_sequences(engine, [[1] * 8, [2] * 7], 20)
     engine.prefill([full, partial])

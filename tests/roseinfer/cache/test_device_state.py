@@ -31,23 +31,6 @@ quick = settings(max_examples=50, deadline=None, derandomize=True)
 # Rows and views.
 
 
-@pytest.mark.parametrize("width", [1, 4, 7])
-def test_the_views_are_separate_words_of_rows_that_are_inert_at_first(width):
-    state = DeviceState(3, width, CPU)
-    assert (state.positions == INERT).all() and (state.ring == INERT).all()
-    assert state.table.shape == (3, width) and state.ring.shape == (ROUNDS, 3)
-    views = ["tokens", "positions", "limits", "stops", "rounds", "top_k", "seeds", "temperatures", "top_p"]
-    views += ["min_p", "repetition", "presence", "frequency", "counts", "prompts", "table"]
-    state.rows.zero_()
-    for i, name in enumerate(views):
-        getattr(state, name)[1] = i + 1
-    for i, name in enumerate(views):
-        view = getattr(state, name)
-        assert (view[1] == i + 1).all() and not view[0].any() and not view[2].any()
-    assert state.seeds.dtype == torch.int64
-    assert state.temperatures.dtype == state.top_p.dtype == torch.float32
-
-
 # A row as bytes.
 
 

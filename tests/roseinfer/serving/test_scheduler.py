@@ -17,7 +17,7 @@ from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, gr
 # Admission
 
 
-def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budgets_of_batch_and_tokens_are_respected(monkeypatch):
     engine = engine_of()
     calls = Calls(engine, monkeypatch)
     prompts = random_prompts([4, 4, 4, 4, 1, 1, 1, 1, 1, 40, 3, 3])
@@ -36,9 +36,7 @@ def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("policy", ["fifo", "pack"])
-def test_a_cut_prompt_goes_on_before_others_are_admitted(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_prompt_goes_on_before_others_are_admitted(policy, monkeypatch):
     engine = engine_of()
     calls = Calls(engine, monkeypatch)
     config = SchedulerConfig(prefill_token_budget=10, admission_policy=policy, prefill_max_batch_size=2)
@@ -59,7 +57,7 @@ def of_lengths(*lengths: int) -> list[list[int]]:
     return [[i + 1] * n for i, n in enumerate(lengths)]
 
 
-def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifo_admits_strictly_in_order(monkeypatch):
     engine = engine_of(num_kv_blocks=5)
     calls = Calls(engine, monkeypatch)
     OfflineScheduler(engine).run(of_lengths(20, 30, 1), greedy(4))
@@ -74,7 +72,7 @@ def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["the shortest of the look-ahead", "every second round in order"],
 )
-def test_pack_admits(monkeypatch: pytest.MonkeyPatch, lengths, options: dict, chunks) -> None:
+def test_pack_admits(monkeypatch, lengths, options, chunks):
     engine = engine_of()
     calls = Calls(engine, monkeypatch)
     config = SchedulerConfig(admission_policy="pack", **options)
@@ -83,7 +81,7 @@ def test_pack_admits(monkeypatch: pytest.MonkeyPatch, lengths, options: dict, ch
 
 
 @pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
-def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) -> None:
+def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt):
     engine = engine_of(num_kv_blocks=5, max_batch_size=4)
     config = SchedulerConfig(prefill_token_budget=14, admission_policy="pack", fifo_every=4)
     scheduler = OnlineScheduler(engine, config)
@@ -99,8 +97,8 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_somebody_does(
-    run_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_ahead, monkeypatch
+):
     engine = engine_of(num_kv_blocks=40)
     prompts = random_prompts([40, 36, 3])
     expected = [
@@ -136,9 +134,7 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
         ("collect", RoseError, ["failed", "failed", "length"]),
     ],
 )
-def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(
-    where: str, error: type[BaseException], reasons: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(where, error, reasons, monkeypatch):
     engine = engine_of()
     scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
     requests = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
@@ -162,7 +158,7 @@ def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(
 
 
 @pytest.mark.parametrize("run_ahead", [1, 3])
-def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead: int) -> None:
+def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead):
     engine = engine_of()
     late = run_late(engine, run_ahead)
     scheduler = OfflineScheduler(engine)
@@ -181,7 +177,7 @@ def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(ru
 # Figures
 
 
-def test_each_token_has_its_time_and_a_step_is_shared() -> None:
+def test_each_token_has_its_time_and_a_step_is_shared():
     scheduler = OfflineScheduler(engine_of())
     one, other = (output.metrics for output in scheduler.run([[1], [2, 3]], [greedy(5), greedy(3)]))
     assert (len(one.token_times), len(other.token_times)) == (5, 3)
@@ -192,7 +188,7 @@ def test_each_token_has_its_time_and_a_step_is_shared() -> None:
     assert 0 < scheduler.prefill_time_s < one.ttft
 
 
-def test_latency_figures_are_what_their_names_say() -> None:
+def test_latency_figures_are_what_their_names_say():
     metrics = RequestMetrics(10.0, [12.0, 13.0, 16.0])
     assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.itl) == (2.0, 2.0, 6.0, [1.0, 3.0])
     assert RequestMetrics(10.0, [12.0]).tpot is None

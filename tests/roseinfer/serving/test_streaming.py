@@ -11,7 +11,6 @@ from time import perf_counter
 import pytest
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving import streaming
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -24,9 +23,7 @@ from tests.soak.streaming_driver import Gate
 
 
 @pytest.mark.parametrize(("tokenize_workers", "stream_interval"), [(0, 1), (2, 5)])
-def test_readers_in_several_threads_get_the_text_of_an_offline_run(
-    engine: Engine, tokenize_workers: int, stream_interval: int
-) -> None:
+def test_readers_in_several_threads_get_the_text_of_an_offline_run(engine, tokenize_workers, stream_interval):
     prompts = [WORDS[i : i + 4 + i % 7] for i in range(12)]
     params = [greedy(3 + 4 * i % 23) for i in range(12)]
     tokenizer = engine.tokenizer
@@ -56,9 +53,7 @@ def test_readers_in_several_threads_get_the_text_of_an_offline_run(
     assert_all_free(engine)
 
 
-def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(
-    engine: Engine,
-) -> None:
+def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(engine):
     gate = Gate()
     call_before(engine.step, gate)
     with StreamingManager(engine) as manager, ThreadPoolExecutor(3) as clients:
@@ -83,9 +78,7 @@ def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_
         assert [len(result.result(timeout=100).token_ids) for result in results] == [3] * 3
 
 
-def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_once(engine, monkeypatch):
     """A reader gets the first token at once, and the rest in its turn or at the end."""
     monkeypatch.setattr(streaming, "READER_S", 60.0)  # no turn meanwhile
     inbox: SimpleQueue = SimpleQueue()
@@ -105,8 +98,8 @@ def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_
 
 @pytest.mark.parametrize("tokenize_workers", [0, 2])
 def test_requests_added_together_get_what_they_get_one_by_one_of_one_prefill(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tokenize_workers: int
-) -> None:
+    engine, monkeypatch, tokenize_workers
+):
     prompts: list = [WORDS[:9], [5, 6], WORDS[:9], WORDS[3:7]]
     params = [greedy(3 + i) for i in range(4)]
     calls = Calls(engine, monkeypatch)
@@ -134,9 +127,7 @@ def test_requests_added_together_get_what_they_get_one_by_one_of_one_prefill(
         ([[1]] * 4, greedy(), OverloadError, "0 requests .*, 4 more .* max_in_flight is 3"),
     ],
 )
-def test_of_requests_added_together_none_is_queued_if_one_is_refused(
-    engine: Engine, prompts, params, error: type[RoseError], told: str
-) -> None:
+def test_of_requests_added_together_none_is_queued_if_one_is_refused(engine, prompts, params, error, told):
     with StreamingManager(engine, SchedulerConfig(max_in_flight=3)) as manager:
         with pytest.raises(error, match=told):
             manager.add_requests(prompts, params)
@@ -145,9 +136,7 @@ def test_of_requests_added_together_none_is_queued_if_one_is_refused(
     assert_all_free(engine)
 
 
-def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(engine, monkeypatch):
     make, made = engine.make_sequence, []
 
     def made_after_the_end_of_the_first(ids, params):
@@ -164,7 +153,7 @@ def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(
     assert_all_free(engine)
 
 
-def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: Engine) -> None:
+def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine):
     may_tokenize = threading.Event()
     with StreamingManager(engine, tokenize_workers=1) as manager:
         manager._pool.submit(may_tokenize.wait)
@@ -176,6 +165,6 @@ def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: E
     assert_all_free(engine)
 
 
-def test_an_engine_without_a_tokenizer_cannot_stream() -> None:
+def test_an_engine_without_a_tokenizer_cannot_stream():
     with pytest.raises(RoseError, match="needs a tokenizer"):
         StreamingManager(small_engine(random_model(0), recipe="dense"))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 WAIT_S = 100.0  # what nothing here comes near, unless it hangs
 
 
-def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone() -> None:
+def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone():
     engine = fake_engine(3, num_kv_blocks=30, max_batch_size=4, tokenizer=Letters())
     prompts = [[1, 2], [3], [4, 5, 6]]
     texts = [Letters().decode(tokens_after(tuple(prompt))[:9]) for prompt in prompts]
@@ -64,9 +64,7 @@ def tokenization_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.parametrize(("logprobs", "expected"), [(None, (None, None)), (3, ([], 0.0))])
-def test_a_request_cancelled_before_it_has_begun_has_no_tokens(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, logprobs: int | None, expected: tuple
-) -> None:
+def test_a_request_cancelled_before_it_has_begun_has_no_tokens(engine, monkeypatch, logprobs, expected):
     params = SamplingParams(max_tokens=9, logprobs=logprobs, stop="and")
     with StreamingManager(engine, SchedulerConfig(max_batch_size=1), tokenize_workers=1) as manager:
         manager.add_request([1], ENDLESS)
@@ -83,7 +81,7 @@ def test_a_request_cancelled_before_it_has_begun_has_no_tokens(
     assert_all_free(engine)
 
 
-def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> None:
+def test_a_client_that_cancels_without_pause_holds_up_nobody(engine):
     stop, flooding = threading.Event(), threading.Event()
     with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as threads:
         manager.add_request([1], ENDLESS)
@@ -117,9 +115,7 @@ def close_within_a_step(manager: StreamingManager) -> None:
     assert process_time() - start < 2
 
 
-def test_close_ends_every_request_of_clients_that_go_on_submitting(
-    engine: Engine, threads: ThreadPoolExecutor
-) -> None:
+def test_close_ends_every_request_of_clients_that_go_on_submitting(engine, threads):
     manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
     under_way = threading.Semaphore(0)
 
@@ -143,9 +139,7 @@ def test_close_ends_every_request_of_clients_that_go_on_submitting(
     assert_all_free(engine)
 
 
-def test_close_ends_requests_whose_prompts_are_being_tokenized(
-    engine: Engine, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_ends_requests_whose_prompts_are_being_tokenized(engine, threads, monkeypatch):
     with tokenization_held(engine, monkeypatch) as begun:
         manager = StreamingManager(engine, tokenize_workers=1)
         requests = [manager.add_request(WORDS[:n], greedy(3)) for n in range(4, 40, 5)]
@@ -184,12 +178,8 @@ def break_at(where: str, engine: Engine, error: BaseException, monkeypatch: pyte
     ],
 )
 def test_whatever_breaks_in_the_worker_reaches_all_who_wait_and_the_manager_is_dead(
-    engine: Engine,
-    threads: ThreadPoolExecutor,
-    where: str,
-    error: BaseException,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine, threads, where, error, monkeypatch
+):
     break_at(where, engine, error, monkeypatch)
     params = greedy(4, stop="never said" if where == "push" else None)
     inbox: SimpleQueue = SimpleQueue()
@@ -211,9 +201,7 @@ def test_whatever_breaks_in_the_worker_reaches_all_who_wait_and_the_manager_is_d
         manager.add_request([1], greedy(1))
 
 
-def test_a_failure_while_closing_reaches_every_waiter(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_while_closing_reaches_every_waiter(engine, monkeypatch):
     manager = StreamingManager(engine)
     request = manager.add_request([1], ENDLESS)
     next(manager.stream_text(request))
@@ -224,9 +212,7 @@ def test_a_failure_while_closing_reaches_every_waiter(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no table"), Panic("in Rust")])
-def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(
-    engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(engine, error, monkeypatch):
     encode = engine.tokenizer.encode
 
     def broken(text: str, special: bool = True) -> list[int]:
@@ -264,7 +250,7 @@ sys.exit(3)
 
 
 @pytest.mark.slow
-def test_the_interpreter_s_exit_closes_a_manager_left_open() -> None:
+def test_the_interpreter_s_exit_closes_a_manager_left_open():
     left = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

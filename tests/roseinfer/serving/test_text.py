@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import PromptError, SamplingError
-from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
@@ -45,7 +44,7 @@ words = st.text(alphabet="ab", min_size=1, max_size=5)
 
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3))
-def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str], stops: list[str]) -> None:
+def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces, stops):
     stops = tuple(stops)
     expected, stopped = before_first_stop("".join(pieces), stops)
     text = IncrementalText(Pieces(pieces), stops)
@@ -62,7 +61,7 @@ def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str]
     assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
 
 
-def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Tokenizer) -> None:
+def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer):
     ids = tokenizer.encode("né 🙂")
     text = IncrementalText(tokenizer)
     taken = []
@@ -80,7 +79,7 @@ def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Toke
 
 
 @pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
-def test_the_first_of_several_ends_of_sequence_stops_a_request(rung: str) -> None:
+def test_the_first_of_several_ends_of_sequence_stops_a_request(rung):
     prompts = [[9, 8], [3], [5, 6, 7], [40, 2, 1, 8]]
     plain = [uncached_greedy(random_model(0), prompt, 12) for prompt in prompts]
     ends = plain[0][4], plain[2][1], plain[3][6]
@@ -95,7 +94,7 @@ def test_the_first_of_several_ends_of_sequence_stops_a_request(rung: str) -> Non
     assert [output.token_ids for output in ignoring] == plain
 
 
-def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
+def test_without_a_tokenizer_there_is_no_text_and_no_stop_string():
     engine = engine_of()
     assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
     with pytest.raises(SamplingError, match="stop strings need a tokenizer"):

@@ -87,11 +87,6 @@ def modes(monkeypatch) -> list[str]:
     return modes
 
 
-def test_captures_are_recorded_in_thread_local_error_mode(modes):
-    assert record_graph(lambda: 1, None)() == 1
-    assert modes == ["thread_local"]
-
-
 def test_nothing_is_collected_during_a_capture(modes):
     assert record_graph(gc.isenabled, None)() is False
     assert gc.isenabled()
