@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,6 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES as SUPPORTED, read_arch
 from rosellm.models.weights import load_model
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from tests.helpers import greedy_sequences, random_prompts, small_engine
 from tests.models.family_checks import sizes, their_model
@@ -42,21 +40,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 16},
     "phi3": {"sliding_window": 11, "num_key_value_heads": 6},
 }
-YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
-LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
-# Shapes that no family's own model above has; d_model is 48, and contexts are longer than YaRN's original.
-RARE: dict[str, tuple[str, dict]] = {
-    "group-8-yarn": (
-        "llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": YARN}
-    ),
-    "group-4-linear": (
-        "mistral", {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": LINEAR}
-    ),
-    "group-2-norms": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}),
-    "wide-heads": ("qwen2", {"head_dim": 22}),
-    "odd-vocabulary": ("llama", {"vocab_size": 257, "tie_word_embeddings": True}),
-}  # fmt: skip
-NAMES = (*FAMILIES, *SHIPPED_MODELS, *RARE)
+NAMES = (*FAMILIES, *SHIPPED_MODELS)
 WAYS = {rung: {"recipe": rung} for rung in LADDER} | {
     "deterministic": {"recipe": BEST_RUNG, "deterministic": True}
 }
@@ -64,20 +48,11 @@ MAIN_WAYS = ("dense", "paged", BEST_RUNG, "one_pass", "deterministic")
 ON_EVERY_RUNG = ("gpt2", "qwen3", "mistral")  # of the models whose logits are compared
 
 
-@dataclass(frozen=True)
-class Theirs:
-    """A model of ``transformers`` after its greedy run: tokens ``[B][N]``, logits ``[N][B, V]`` fp32."""
-
-    tokens: list[list[int]]
-    logits: list[Tensor]
-
-
 @cache
 def arch_of(name: str) -> Arch:
     if name in SHIPPED_MODELS:
         return load_config(checkpoint_folder(name))
-    family, fields = RARE.get(name) or (name, FAMILIES[name])
-    return read_arch(sizes(family) | {"model_type": family} | fields)
+    return read_arch(sizes(name) | {"model_type": name} | FAMILIES[name])
 
 
 def serves(way: str, name: str) -> bool:
@@ -105,17 +80,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name in SHIPPED_MODELS:
             return checkpoint_folder(name)
         path = tmp_path_factory.mktemp(name)
-        family, fields = RARE.get(name) or (name, FAMILIES[name])
-        their_model(family, seed=2, **fields).save_pretrained(path)
+        their_model(name, seed=2, **FAMILIES[name]).save_pretrained(path)
         return path
 
     return save
-
-
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
-    """Of the model named ``request.param``."""
-    return saved(request.param)
 
 
 def prompts_for(folder: Path) -> list[list[int]]:
@@ -124,8 +92,8 @@ def prompts_for(folder: Path) -> list[list[int]]:
 
 @cache
 @torch.inference_mode()
-def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
-    """Each prompt by itself, a token at a time over ``past_key_values``."""
+def theirs(folder: Path, dtype: torch.dtype, device: str) -> tuple[list[list[int]], list[Tensor]]:
+    """Greedy tokens ``[B][N]`` and logits ``[N][B, V]`` fp32, each prompt by itself, a token at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
@@ -141,49 +109,44 @@ def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
             ids = torch.tensor([chosen[-1:]], device=device)
         tokens.append(chosen)
         logits.append(torch.stack(rows))
-    return Theirs(tokens, list(torch.stack(logits, dim=1)))
+    return tokens, list(torch.stack(logits, dim=1))
 
 
-def engine_of(folder: Path, way: str, device: str, dtype: torch.dtype = torch.float32) -> Engine:
-    return small_engine(load_model(str(folder), torch.device(device), dtype), **WAYS[way])
-
-
-def errors(folder: Path, way: str, device: str, dtype: torch.dtype, expected: Theirs) -> list[float]:
+def errors(folder: Path, way: str, device: str, dtype: torch.dtype) -> list[float]:
     """The largest error of our logits of prefill and of each decode step, in parts of the largest logit.
 
     We are fed their tokens, whatever we would choose.
     """
-    engine = engine_of(folder, way, device, dtype)
+    tokens, expected = theirs(folder, dtype, device)
+    engine = small_engine(load_model(str(folder), torch.device(device), dtype), **WAYS[way])
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
     engine.prefill(sequences)
     steps = [engine.step.last_logits().float().cpu().clone()]
     for step in range(N_TOKENS - 1):
-        for sequence, row in zip(sequences, expected.tokens, strict=True):
+        for sequence, row in zip(sequences, tokens, strict=True):
             sequence.tokens[-1] = row[step]
         engine.decode(sequences)
         steps.append(engine.step.last_logits().float().cpu().clone())
     for sequence in sequences:
         engine.release(sequence)
     engine.check_integrity()
-    largest = max(step.abs().max().item() for step in expected.logits)
-    found = zip(steps, expected.logits, strict=True)
+    largest = max(step.abs().max().item() for step in expected)
+    found = zip(steps, expected, strict=True)
     return [(ours - theirs).abs().max().item() / largest for ours, theirs in found]
 
 
 @pytest.mark.parametrize(
-    ("folder", "way", "device", "dtype"),
+    ("name", "way", "device", "dtype"),
     [
         one
         for dtype in BOUNDS
         for some in ({"ways": MAIN_WAYS}, {"names": ON_EVERY_RUNG})
         for one in runs(dtype, **some)
     ],
-    indirect=["folder"],
 )
-def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder, way, device, dtype):
-    expected = theirs(folder, dtype, device)
-    found = errors(folder, way, device, dtype, expected)
-    print(f"{folder.name} {way} {device} {dtype}: prefill {found[0]:.1e}, steps {max(found[1:]):.1e}")
+def test_logits_of_prefill_and_every_step_are_those_of_transformers(saved, name, way, device, dtype):
+    found = errors(saved(name), way, device, dtype)
+    print(f"{name} {way} {device} {dtype}: prefill {found[0]:.1e}, steps {max(found[1:]):.1e}")
     assert mean(found) <= BOUNDS[dtype] and max(found) <= 2 * BOUNDS[dtype]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
+import torch
+from torch import Tensor
 
 from rosellm.errors import SamplingError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
@@ -23,9 +23,8 @@ from tests.helpers import (
     uncached_greedy,
 )
 
-N_TOKENS = 16
-LENGTHS = [1, 2, 7, 8, 9, 17, 30]
-PROMPTS = random_prompts(LENGTHS, seed=1)
+PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30], seed=1)
+COUNTS = [16, 3, 9, 1, 12, 5, 16]  # tokens each
 ON_TORCH = [name for name, rung in LADDER.items() if rung.launch != "autotuned"]
 MODELS = {
     "tied": (0, small_config(eos_token_ids=(3,))),
@@ -34,27 +33,19 @@ MODELS = {
 }
 
 
-@cache
-def expected(model: str) -> list[list[int]]:
-    """The greedy tokens of each prompt by itself, without a cache."""
-    gpt = random_model(*MODELS[model])
-    return [uncached_greedy(gpt, prompt, N_TOKENS) for prompt in PROMPTS]
-
-
-COUNTS = [N_TOKENS, 3, 9, 1, 12, 5, N_TOKENS]
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{"logprobs": 0}, {"repetition_penalty": 1.2}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}],
-    ids=str,
+    ("option", "named"),
+    [
+        ({"logprobs": 0}, "logprobs"),
+        ({"repetition_penalty": 1.2}, "penalties"),
+        ({"top_k": 5}, "top_k"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"min_p": 0.1}, "min_p"),
+    ],
 )
 @pytest.mark.parametrize("rung", ["dense", "one_table"])
-def test_parameters_that_a_host_driven_rung_cannot_serve_are_refused_in_a_line(rung, options):
-    params, named = (
-        SamplingParams(**options),
-        "penalties" if "repetition_penalty" in options else [*options][0],
-    )
+def test_parameters_that_a_host_driven_rung_cannot_serve_are_refused_in_a_line(rung, option, named):
+    params = SamplingParams(**option)
     with pytest.raises(
         SamplingError, match=rf"^rung '{rung}' .* without {named}; resident_step and later.*$"
     ):
@@ -96,7 +87,8 @@ def test_two_engines_that_take_turns_at_every_step_do_not_disturb_each_other(mod
     while any(not s.is_finished for sequences in batches for s in sequences):
         for engine, sequences in zip(engines, batches, strict=True):
             engine.decode([s for s in sequences if not s.is_finished])
-    tokens = [row[:n] for row, n in zip(expected(model), COUNTS, strict=True)]
+    gpt = random_model(*MODELS[model])
+    tokens = [uncached_greedy(gpt, prompt, n) for prompt, n in zip(PROMPTS, COUNTS, strict=True)]
     assert [[s.output for s in sequences] for sequences in batches] == [tokens, tokens]
 
 
@@ -119,3 +111,21 @@ def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches
     for n in (7, 1, 5, 2, 6, 3):
         assert generate(engine, PROMPTS[:n], 4) == expected[n] == expected[7][:n]
     assert engine.step.captured == captured
+
+
+def tokens_of_blocks_full_of(fill: float, recipe: str) -> tuple[list[list[int]], Tensor]:
+    """Of three sequences, one far shorter than the others, whose prompts are cached in two chunks."""
+    engine = small_engine(random_model(0), recipe=recipe)
+    engine.blocks.k_cache.fill_(fill)
+    engine.blocks.v_cache.fill_(fill)
+    sequences = greedy_sequences(engine, random_prompts([3, 14, 23]), 5)
+    engine.begin_prefill(sequences, [2, 9, 11])
+    engine.prefill(sequences)
+    return decode_all(engine, sequences), engine.step.last_logits()
+
+
+@pytest.mark.parametrize("recipe", ["dense", "paged", "one_table", "resident_step", "dependent_launch"])
+def test_what_free_blocks_and_the_unused_ends_of_blocks_hold_changes_no_token(recipe):
+    expected, found = (tokens_of_blocks_full_of(fill, recipe) for fill in (0.0, float("nan")))
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])

@@ -14,6 +14,7 @@ import torch
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import BusyError, CheckpointError, PromptError, RecipeError, RoseError
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe
@@ -96,13 +97,21 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
     return LLM()
 
 
-def test_default_parameters_sample_sixteen_tokens_of_the_shipped_model():
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_a_shipped_model_fits_twelve_megabytes_and_writes_python(model):
+    files = [path for path in checkpoint_folder(model).rglob("*") if path.is_file()]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
+    assert sum(path.stat().st_size for path in files) <= 12_000_000
+    prompt = "import os\nimport sys\n\n\nclass Cache:\n    def __init__(self"
+    (result,) = LLM(model, device="cpu").generate(prompt, replace(GREEDY, max_tokens=24))
+    assert "self" in result.outputs[0].text and "\n" in result.outputs[0].text
+
+
+def test_default_parameters_sample_sixteen_tokens_of_a_shipped_model():
     llm = LLM(device="cpu")
     assert llm.generate([]) == []
     first, second = tokens(llm.generate(["hello", "hello"]))
     assert len(first) == len(second) == 16 and first != second
-    (result,) = llm.generate("def add(a, b):\n    return", GREEDY)
-    assert result.outputs[0].text.startswith(" a")
 
 
 TEMPLATE = (
