@@ -11,8 +11,9 @@ import pytest
 from rosellm import LLM
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from tests.helpers import random_model, random_prompts, small_config, small_engine
-from tests.roseinfer.serving.common import assert_all_free, greedy
+from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy
 
 PROMPTS = random_prompts([4, 40, 90, 7, 30], seed=7)
 
@@ -34,6 +35,22 @@ def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_bl
             signal.pause()
         assert_all_free(engine)
         assert llm.generate(PROMPTS, greedy(12), use_tqdm=False) == expected
+
+
+def test_an_interrupt_of_a_run_waits_for_the_end_of_a_step_and_no_longer():
+    scheduler = OfflineScheduler(engine_of())
+
+    class Interrupt:
+        total = 18
+
+        def update(self, n: int) -> None:
+            if scheduler.decode_steps == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run([[1], [2]], greedy(9), Interrupt())
+    assert scheduler.decode_steps == 4
+    assert not scheduler.has_unfinished and not scheduler.finished
 
 
 @pytest.mark.parametrize("lets_through", [True, False])
