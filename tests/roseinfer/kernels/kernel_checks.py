@@ -1,18 +1,19 @@
-"""What the tests of the fused kernels share: guarded outputs, relative distances, replayed chains."""
+"""What the tests of the kernels share: where they run, random operands, the comparison with the spec."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
-from tests.helpers import DTYPES, INTERPRETED, ON_GPU
+from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
+from tests.helpers import DTYPES, INTERPRETED, ON_GPU, TRITON_DEVICES, bits
 
-GUARD = 64
-REPLAYS = 50
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EXACT_IN_INTERPRETER = (torch.float32, torch.float16)
 
@@ -23,49 +24,38 @@ def _place(device, dtype: torch.dtype):
 
 
 # (device, dtype): bfloat16 is not rounded rightly by Triton's interpreter.
-PLACES = [
-    *(_place(INTERPRETED, dtype) for dtype in EXACT_IN_INTERPRETER),
-    *(_place(ON_GPU, dtype) for dtype in DTYPES),
-]
+GPU_PLACES = [_place(ON_GPU, dtype) for dtype in DTYPES]
+PLACES = [*(_place(INTERPRETED, dtype) for dtype in EXACT_IN_INTERPRETER), *GPU_PLACES]
+every_place = pytest.mark.parametrize(("device", "dtype"), PLACES)
+every_gpu_place = pytest.mark.parametrize(("device", "dtype"), GPU_PLACES)
+every_device = pytest.mark.parametrize("device", TRITON_DEVICES)
+# The torch specs, and the kernels wherever they run.
+every_twin = pytest.mark.parametrize(
+    ("kernels", "device"),
+    [
+        pytest.param(TORCH, "cpu", id="reference"),
+        *(pytest.param(TRITON, *one.values, id=one.id, marks=one.marks) for one in TRITON_DEVICES),
+    ],
+)
+guarded = pytest.mark.usefixtures("guarded_outputs")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+STRIDE = 2**27  # of rows far apart: the sixteenth is the first that 32 bits do not reach
 
 
-class GuardedMemory:
-    """Memory for outputs: poisoned, so that an element left unwritten shows, with a guard on either side."""
-
-    def __init__(self) -> None:
-        self.held: list[Tensor] = []
-
-    def hand_out(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = shape.numel()
-        memory = torch.full((count + 2 * GUARD,), 77, dtype=dtype, device=device)
-        inner = memory[GUARD : GUARD + count]
-        inner.fill_(float("nan") if dtype.is_floating_point else -77)
-        self.held.append(memory)
-        return inner.view(shape)
-
-    def check(self) -> None:
-        for memory in self.held:
-            assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), "written outside an output"
+def normals(seed: int = 0) -> Callable[..., Tensor]:
+    """Return a function of a shape: normally distributed numbers, others at each call."""
+    return partial(torch.randn, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def guarded_outputs(monkeypatch) -> Iterator[GuardedMemory]:
-    """Every ``new_empty`` and ``torch.empty`` gives guarded memory; the guards are looked at afterwards."""
-    guarded, new_empty = GuardedMemory(), Tensor.new_empty
+def far_apart(folder: Path, rows: Tensor) -> Tensor:
+    """The rows ``[N, ...]``, ``STRIDE`` elements from each other: past 2**31 of them from the 17th row on.
 
-    def guarded_new_empty(self: Tensor, *size, dtype=None, device=None) -> Tensor:
-        shape = torch.Size(size if isinstance(size[0], int) else size[0])
-        if not shape.numel():
-            return new_empty(self, shape, dtype=dtype, device=device)
-        return guarded.hand_out(shape, dtype or self.dtype, device or self.device)
-
-    def guarded_empty(*size: int, dtype=None, device=None) -> Tensor:
-        return guarded.hand_out(torch.Size(size), dtype or torch.get_default_dtype(), device)
-
-    monkeypatch.setattr(Tensor, "new_empty", guarded_new_empty)
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    yield guarded
-    guarded.check()
+    They lie in a sparse file, of which only what is touched takes memory. Below lie as many elements as an
+    offset that wraps around would go back.
+    """
+    size = 2**31 + STRIDE * len(rows)
+    memory = torch.from_file(str(folder / "memory"), shared=True, size=size, dtype=rows.dtype)
+    return memory[2**31 :].as_strided(rows.shape, (STRIDE, *rows[0].stride())).copy_(rows)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
@@ -78,42 +68,52 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None)
     assert (distance <= tolerance * size).all(), f"off by {worst:.2e} of a row's largest element"
 
 
-def clones(case: dict) -> dict:
-    """The case with a copy of each tensor, the strides kept where they are those of a dense tensor."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in case.items()}
+def copied(value: Any, device: str | None = None) -> Any:
+    """A copy of each tensor of a case, or of a tuple in it, dense ones with their strides."""
+    if isinstance(value, dict):
+        return {name: copied(one, device) for name, one in value.items()}
+    if isinstance(value, Tensor):
+        return value.to(device or value.device, copy=True)
+    return type(value)(*(copied(one, device) for one in value)) if isinstance(value, tuple) else value
 
 
-def assert_untouched(case: dict, before: dict) -> None:
-    """The tensors of ``case`` are bit for bit those of ``before``."""
-    for name, value in before.items():
-        if isinstance(value, Tensor):
-            assert torch.equal(case[name].view(torch.uint8), value.view(torch.uint8)), f"{name} was written"
+def tensors_of(case: dict) -> Iterator[tuple[str, Tensor]]:
+    """A case's tensors by name, also those in tuples."""
+    for name, value in case.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Tensor):
+                yield name, one
 
 
-Chain = Callable[[Kernels], tuple[Tensor, ...]]
+def assert_equals_spec(
+    name: str,
+    case: dict,
+    *,
+    written: tuple[str, ...] = (),
+    exact: tuple[str, ...] = (),
+    tolerance: float | None = None,
+    spec_on: str | None = None,
+    kernels: Kernels = TRITON,
+    **options,
+) -> None:
+    """The kernel ``name`` gives what its torch spec gives for the arguments ``case``, and writes no others.
 
-
-def assert_replays_equal_ordinary_launches(chain: Chain, refill: Callable[[int], None]) -> None:
-    """``chain``, captured with dependent launches, gives at every replay what ordinary launches give.
-
-    refill(seed) puts fresh inputs into the tensors that the chain reads.
+    written: arguments that hold results as well; exact: that hold the very bits of the spec's. spec_on: the
+    spec's device, if it is another. options: of the kernel alone.
     """
-    refill(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chain(TRITON_DEPENDENT)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = chain(TRITON_DEPENDENT)
-    for seed in range(1, REPLAYS + 1):
-        refill(seed)
-        graph.replay()
-        found = [output.clone() for output in outputs]
-        refill(seed)
-        for mine, expected in zip(found, chain(TRITON), strict=True):
-            if expected.is_floating_point():
-                assert_near(mine, expected)
-            else:
-                assert torch.equal(mine, expected)
+    before, theirs = copied(case), copied(case, spec_on)
+    expected = getattr(TORCH, name)(**theirs)
+    found = getattr(kernels, name)(**case, **options)
+    if expected is not None:
+        assert expected.isfinite().all()
+        assert_near(found, expected.to(found.device), tolerance)
+    for one in written:
+        wanted = theirs[one].to(case[one].device)
+        assert torch.equal(case[one].isnan(), wanted.isnan())
+        assert_near(case[one].nan_to_num(), wanted.nan_to_num(), tolerance)
+    for one in exact:
+        assert torch.equal(bits(case[one]), bits(theirs[one].to(case[one].device))), one
+    for (one, now), (_, then) in zip(tensors_of(case), tensors_of(before), strict=True):
+        if one not in (*written, *exact):
+            dense = (x.clone(memory_format=torch.contiguous_format) for x in (now, then))
+            assert torch.equal(*(x.view(torch.uint8) for x in dense)), f"{one} was written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +22,12 @@ from rosellm.roseinfer.kernels.attention_plan import (
 )
 from rosellm.roseinfer.kernels.table import TRITON
 from rosellm.roseinfer.layers.attention import AppendAndAttend, SplitAppendAndAttend
-from rosellm.roseinfer.recipe import BEFORE, LADDER
-from tests.helpers import TRITON_DEVICES, generate, random_model, random_prompts, small_config, small_engine
-from tests.roseinfer.kernels.kernel_checks import guarded_outputs  # noqa: F401
+from rosellm.roseinfer.recipe import LADDER
+from tests.helpers import generate, random_model, random_prompts, small_config, small_engine
+from tests.roseinfer.kernels.kernel_checks import every_device, guarded
+from tests.roseinfer.kernels.test_rotary import strided
 
-WILD, TILE = 2**30, 16
-WHOLE = Variant(TILE)
-guarded = pytest.mark.usefixtures("guarded_outputs")
+TILE, LENGTHS = 16, (0, 1, 300, 1000, 32000)
 some_positions = st.lists(st.integers(-3, 300), min_size=1, max_size=12)
 leads = st.sampled_from((0, 1, 4))
 
@@ -62,29 +62,29 @@ def test_pieces_hold_every_tile_once_and_equally_many_or_nearly(positions, piece
     assert all(sizes[piece] for first, last in mine for piece in range(first, last + 1))
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+def assert_plan_equals_spec(positions: Tensor, variant: Variant, window: int | None = None) -> None:
+    found, expected = (make(positions, variant, window) for make in (make_plan, make_plan_ref))
+    assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+
+
+@every_device
 @settings(max_examples=40, deadline=None)
 @given(some_positions, st.integers(1, 200), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40)), leads)
 def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window, lead):
-    strided = torch.full((len(positions), 3), WILD, dtype=torch.int32, device=device)
-    strided[:, 1] = torch.tensor(positions)
-    arguments = strided[:, 1], Variant(tile, pieces, lead=lead), window
-    found, expected = make_plan(*arguments), make_plan_ref(*arguments)
-    assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+    assert_plan_equals_spec(strided(positions, device), Variant(tile, pieces, lead=lead), window)
 
 
 @guarded
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 def test_a_plan_of_long_contexts_does_not_overflow(device):
     positions = torch.full((40,), 2**28, dtype=torch.int32, device=device)
-    positions[7], variant = -(2**31), Variant(16, 133, lead=4)
-    found, expected = make_plan(positions, variant), make_plan_ref(positions, variant)
-    assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+    positions[7] = -(2**31)
+    assert_plan_equals_spec(positions, Variant(16, 133, lead=4))
 
 
 def test_whole_rows_need_no_plan():
     for make in (make_plan, make_plan_ref):
-        plan = make(torch.tensor([5, 9], dtype=torch.int32), WHOLE, 4)
+        plan = make(torch.tensor([5, 9], dtype=torch.int32), Variant(TILE), 4)
         assert plan.starts is None and plan.covers is None and not plan.variant.combine
 
 
@@ -93,13 +93,14 @@ def test_whole_rows_need_no_plan():
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 1024])
 @pytest.mark.parametrize("kv_heads", [1, 8, 12])
-def test_a_variant_is_chosen_for_any_step_and_can_be_told_by_its_text(rows, kv_heads):
-    for longest in (0, 1, 300, 1000, 32000):
-        for group, head_dim in ((1, 64), (2, 128), (4, 64), (4, 128)):
-            variant = variant_for(rows, kv_heads, longest, 132, group=group, head_dim=head_dim)
-            assert variant.tile >= 16 and variant.tile.bit_count() == variant.warps.bit_count() == 1
-            assert Variant.parse(str(variant)) == variant
-            assert variant.pieces <= max(rows * -(-2 * max(longest, 1) // variant.tile), 1)
+def test_a_variant_of_any_step_takes_rows_whole_or_cut_and_can_be_told_by_its_text(rows, kv_heads):
+    for longest, (group, head_dim) in product(LENGTHS, ((1, 64), (2, 128), (4, 64), (4, 128))):
+        shape = rows, kv_heads, longest, 132, group, head_dim
+        variant, whole, cut = variant_for(*shape), whole_rows(*shape), cut_rows(*shape)
+        assert cut.combine and not whole.combine and variant in (whole, cut)
+        assert variant.tile >= 16 and variant.tile.bit_count() == variant.warps.bit_count() == 1
+        assert Variant.parse(str(variant)) == variant
+        assert variant.pieces <= max(rows * -(-2 * max(longest, 1) // variant.tile), 1)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(12, 1, 64), (8, 2, 128), (8, 4, 64)])
@@ -122,21 +123,7 @@ def test_many_rows_of_single_heads_are_cut_if_most_are_much_shorter_than_the_lon
     assert not variant_for(256, 8, 900, 132, group=2, head_dim=128, mean=400).combine
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 256])
-@pytest.mark.parametrize(("kv_heads", "group"), [(12, 1), (8, 4)])
-def test_the_rule_takes_rows_whole_or_cut_and_nothing_in_between(rows, kv_heads, group):
-    for longest in (1, 300, 1000, 32000):
-        shape = rows, kv_heads, longest, 132, group
-        whole, cut = whole_rows(*shape), cut_rows(*shape)
-        assert cut.combine and not whole.combine and variant_for(*shape) in (whole, cut)
-
-
 # Where an engine chooses to cut.
-
-
-def test_the_rung_changes_nothing_but_the_attention():
-    assert BEFORE["split_kv"] == "dependent_launch"
-    assert LADDER["dependent_launch"].difference(LADDER["split_kv"]) == {"attention": ("paged", "split")}
 
 
 @pytest.mark.parametrize(("window", "group"), [(None, 1), (None, 2), (40, 2)])
@@ -155,7 +142,7 @@ def test_a_binder_chooses_for_the_models_shape_and_no_more_tokens_than_its_windo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 def test_an_engine_whose_rows_are_cut_gives_the_same_tokens(device):
     model, prompts = random_model(5).to(device), random_prompts([3, 20], seed=3)
     plans: list[Plan] = []

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,14 +19,16 @@ from torch import Tensor
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention_plan import variant_for
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
-from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, choose_kernels
+from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.fused import build_layers
-from tests.helpers import CPU, FAMILIES, random_model, small_config
+from tests.helpers import FAMILIES, random_model, small_config
 from tests.roseinfer.kernels import compile_step_kernels
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
-from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
+from tests.roseinfer.kernels.kernel_checks import assert_near
+from tests.roseinfer.kernels.test_filtered import OTHERS, RULES, make_state, random_logits
+from tests.roseinfer.kernels.test_rotary import N_POSITIONS, make_heads, make_rotary, strided
 
-ROOT = Path(__file__).parents[3]
+ROOT, REPLAYS = Path(__file__).parents[3], 50
 COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
@@ -35,14 +38,6 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 def test_only_dependent_launches_ask_the_driver_for_anything():
     assert launch_options(False) == {"DEPENDENT": False}
     assert launch_options(True) == {"DEPENDENT": True, "launch_pdl": True}
-
-
-def test_dependent_launches_are_for_gpus():
-    cuda = torch.device("cuda")
-    assert choose_kernels("triton", "dependent", cuda) is TRITON_DEPENDENT
-    assert choose_kernels("triton", "fixed", cuda) is TRITON
-    if not torch.cuda.is_available():
-        assert choose_kernels("triton", "dependent", CPU) is TRITON
 
 
 # What is compiled, which needs no GPU.
@@ -86,11 +81,10 @@ def places(pattern: str, ptx: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90])
 def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(compiled, capability):
-    kernels = compiled
-    assert all(".target sm_90" in ptx for _, ptx, *_ in kernels)
-    ordinary = [ptx for _, ptx, dependent, _ in kernels if not dependent]
+    assert all(".target sm_90" in ptx for _, ptx, *_ in compiled)
+    ordinary = [ptx for _, ptx, dependent, _ in compiled if not dependent]
     assert ordinary and not any("griddepcontrol" in ptx for ptx in ordinary)
-    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent, _ in kernels if dependent]
+    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent, _ in compiled if dependent]
     assert {name for name, _ in chain} == KERNELS
     for name, ptx in chain:
         waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
@@ -108,16 +102,43 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
 @pytest.mark.parametrize("capability", [80, 89, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled):
     """Dependent launches from 9.0 on, ordinary ones before."""
-    kernels = compiled
-    assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in kernels)
-    assert {name.removesuffix("_kernel") for name, *_ in kernels} == KERNELS
-    for name, ptx, dependent, shared in kernels:
+    assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in compiled)
+    assert {name.removesuffix("_kernel") for name, *_ in compiled} == KERNELS
+    for name, ptx, dependent, shared in compiled:
         assert shared <= SHARED_MEMORY[capability], name
         assert dependent == (capability >= 90), name
         assert ("griddepcontrol" in ptx) == dependent, name
 
 
-# A whole step.
+# Replayed graphs.
+
+Chain = Callable[[Kernels], tuple[Tensor, ...]]
+
+
+def assert_replays_equal_ordinary_launches(chain: Chain, refill: Callable[[int], None]) -> None:
+    """``chain``, captured with dependent launches, gives at every replay what ordinary launches give.
+
+    refill(seed) puts fresh inputs into the tensors that the chain reads.
+    """
+    refill(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chain(TRITON_DEPENDENT)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = chain(TRITON_DEPENDENT)
+    for seed in range(1, REPLAYS + 1):
+        refill(seed)
+        graph.replay()
+        found = [output.clone() for output in outputs]
+        refill(seed)
+        for mine, expected in zip(found, chain(TRITON), strict=True):
+            if expected.is_floating_point():
+                assert_near(mine, expected)
+            else:
+                assert torch.equal(mine, expected)
 
 
 def step_of(model, state: DeviceState, caches: Tensor):
@@ -182,3 +203,47 @@ def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(family, rows
         caches.normal_()
 
     assert_replays_equal_ordinary_launches(step_of(model, state, caches), refill)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norms", [False, True])
+def test_replayed_dependent_rotations_equal_ordinary_ones(norms):
+    """Twice in a row, over the same heads."""
+    fused = make_heads(64, 16, 8, 128, torch.float16, "cuda")
+    start, rotary = fused.clone(), make_rotary(128, norms, torch.float16, "cuda")
+    positions = strided([i % N_POSITIONS - 1 for i in range(64)], "cuda")
+    q, k, _ = fused.split((16, 8, 8), dim=1)
+
+    def refill(seed: int) -> None:
+        fused.copy_(start * (1 + seed % 7) / 7)
+
+    def chain(kernels) -> tuple[Tensor, ...]:
+        for _ in range(2):
+            kernels.position_heads(q=q, k=k, positions=positions, rotary=rotary)
+        return (fused.flatten(1),)
+
+    assert_replays_equal_ordinary_launches(chain, refill)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 33])
+def test_replayed_dependent_choices_among_some_tokens_equal_ordinary_ones(rows):
+    """The norm before, then head, choice and the rows' advance."""
+    width, vocab = 768, 50257
+    state, slots = DeviceState(rows, 4, torch.device("cuda")), torch.arange(rows, device="cuda")
+    x, ones = (torch.ones(shape, device="cuda", dtype=torch.float16) for shape in ((rows, width), (width,)))
+    weight = random_logits(vocab, width, "cuda", size=width**-0.5).half()
+
+    def refill(seed: int) -> None:
+        x.copy_(random_logits(rows, width, "cuda", seed))
+        fresh = make_state(rows, [*RULES, *OTHERS], "cuda", seed)
+        state.rows.copy_(fresh.at(slots).rows[:, : state.rows.shape[1]])
+
+    def chain(kernels) -> tuple[Tensor, ...]:
+        hidden = kernels.add_norm(x=x, scale=ones, shift=ones, eps=1e-5)
+        tiles = kernels.filtered_tiles(hidden=hidden, weight=weight, state=state)
+        kernels.choose_filtered(tiles=tiles, state=state)
+        kernels.advance(state=state, slots=slots, values=tiles.values, indices=tiles.indices)
+        return hidden, state.tokens, state.positions
+
+    assert_replays_equal_ordinary_launches(chain, refill)

@@ -13,21 +13,23 @@ from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import filtered
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
-from rosellm.roseinfer.kernels.filtered import Splits, choose_filtered, choose_filtered_ref, splits_for
+from rosellm.roseinfer.kernels.filtered import choose_filtered, splits_for
 from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles, filtered_tiles_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
-from rosellm.roseinfer.kernels.penalties import count_tokens, count_tokens_ref
+from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
 from rosellm.roseinfer.sampling import NOT_FINITE
-from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
-    PLACES,
     TOLERANCE,
     assert_near,
-    assert_replays_equal_ordinary_launches,
-    guarded_outputs,  # noqa: F401
+    every_device,
+    every_gpu_place,
+    every_place,
+    every_twin,
+    guarded,
+    normals,
 )
 
-guarded = pytest.mark.usefixtures("guarded_outputs")
+pytestmark = guarded
 LARGEST_SEED = 2**63 - 1
 # temperature, top_k, top_p, min_p
 RULES = [
@@ -109,29 +111,32 @@ def sure_rows(logits: Tensor, state: DeviceState) -> Tensor:
 
 
 def random_logits(rows: int, vocab: int, device: str = "cpu", seed: int = 0, size: float = 3.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (size * torch.randn(rows, vocab, generator=generator)).to(device)
+    return (size * normals(seed)(rows, vocab)).to(device)
+
+
+def drawn_by(kernels: Kernels, logits: Tensor, state: DeviceState, splits: int | None = None) -> Tensor:
+    """The tokens drawn, by ``splits`` programs a row if that is given."""
+    tiles, options = tiles_of(logits, state), {}
+    if splits is not None and kernels is TRITON:
+        options["splits"] = lambda rows, n_chunks, device: splits
+    others, before = ~state.filtered, [x.clone() for x in tiles[:2]]
+    kernels.choose_filtered(tiles=tiles, state=state, **options)
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(tiles[:2], before, strict=True))
+    return tokens_of(tiles, state)
 
 
 def assert_draws_as_specified(
-    logits: Tensor, state: DeviceState, least_sure: float = 0.9, splits: Splits = splits_for
+    logits: Tensor, state: DeviceState, least_sure: float = 0.9, splits: int | None = None
 ) -> None:
-    found, expected = (tiles_of(logits, state) for _ in range(2))
-    partial(choose_filtered, splits=splits)(tiles=found, state=state)
-    choose_filtered_ref(tiles=expected, state=state)
-    others = ~state.filtered
-    for mine, theirs in zip(found[:2], expected[:2], strict=True):
-        assert torch.equal(mine[others], theirs[others])
     sure = sure_rows(logits, state).cpu()
     assert sure.float().mean() >= least_sure
-    assert torch.equal(tokens_of(found, state)[sure], tokens_of(expected, state)[sure])
+    assert torch.equal(drawn_by(TRITON, logits, state, splits)[sure], drawn_by(TORCH, logits, state)[sure])
 
 
 # Choosing.
 
 
-@guarded
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 @pytest.mark.parametrize("vocab", [7, 64, 501, 5003])
 @pytest.mark.parametrize("size", [0.5, 3.0, 10.0])
 def test_filtered_rows_draw_the_tokens_of_the_specification(size, vocab, device):
@@ -141,7 +146,7 @@ def test_filtered_rows_draw_the_tokens_of_the_specification(size, vocab, device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 @pytest.mark.parametrize("vocab", [50257, 151936])
 def test_filtered_rows_draw_the_tokens_of_the_specification_from_real_vocabularies(vocab, device):
     rules = [(0.8, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (0.7, 3000, 0.8, 0.0), (1.0, 0, 1.0, 0.05)]
@@ -149,7 +154,7 @@ def test_filtered_rows_draw_the_tokens_of_the_specification_from_real_vocabulari
     assert_draws_as_specified(random_logits(len(rules), vocab, device, 1), state, 0.5)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 @pytest.mark.parametrize("n_high", [1, 10, 30])
 def test_more_candidates_than_are_kept_may_lie_in_a_few_tiles(n_high, device):
     """The bound is then that of other tiles: up to 2,000 candidates are copied for 190 that are kept."""
@@ -160,66 +165,39 @@ def test_more_candidates_than_are_kept_may_lie_in_a_few_tiles(n_high, device):
     assert_draws_as_specified(logits, state, 0.7)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 def test_of_equal_logits_the_first_are_kept(device):
     """Two values in turn: what is kept ends within the equals, by number, by mass, or by both."""
     rules = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.1, 0.0), (1.0, 150, 0.5, 0.0), (1.0, 9, 0.5, 1.0)]
-    rows = 40
-    state = make_state(rows, rules, device)
-    logits = (torch.arange(300) % 2).float().repeat(rows, 1).to(device)
-    expected = tiles_of(logits, state)
-    choose_filtered_ref(tiles=expected, state=state)
-    found = tiles_of(logits, state)
-    choose_filtered(tiles=found, state=state)
-    tokens = tokens_of(found, state)
+    state = make_state(40, rules, device)
+    logits = (torch.arange(300) % 2).float().repeat(40, 1).to(device)
+    tokens = drawn_by(TRITON, logits, state)
     assert set(tokens[0::4].tolist()) <= {1, 3, 5, 7, 9}
     assert tokens[1::4].max() < 2 * 0.1 * (150 + 150 / math.e) + 2 and tokens.remainder(2).all()
     assert tokens[2::4].max() <= 149 and tokens[3::4].max() <= 9
-    assert torch.equal(tokens, tokens_of(expected, state))
+    assert torch.equal(tokens, drawn_by(TORCH, logits, state))
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_zeros_of_either_sign_are_equal(device):
-    state = make_state(30, [(1.0, 3, 1.0, 0.0), (1.0, 3, 0.9, 0.0)], device)
-    logits = torch.full((30, 200), -5.0, device=device)
-    logits[:, [3, 50, 90, 170]] = torch.tensor([-0.0, 0.0, -0.0, 0.0], device=device)
-    tiles = tiles_of(logits, state)
-    choose_filtered(tiles=tiles, state=state)
-    assert set(tokens_of(tiles, state).tolist()) == {3, 50, 90}
+@every_device
+@pytest.mark.parametrize(
+    ("rules", "others", "logits", "drawn"),
+    [
+        ([(1.0, 3, 1.0, 0.0), (1.0, 3, 0.9, 0.0)], -5.0, {3: -0.0, 50: 0.0, 90: -0.0, 170: 0.0}, {3, 50, 90}),
+        (
+            [(1.0, 50, 1.0, 0.0), (1.0, 0, 0.999, 0.0), (1e30, 50, 0.9, 0.0), (3.0, 0, 1.0, 0.01)],
+            -math.inf,
+            {100: 1.0, 250: 1.0},
+            {100, 250},
+        ),
+    ],
+    ids=["zeros of either sign are equal", "what logits rule out is never drawn"],
+)
+def test_only_these_are_drawn(rules, others, logits, drawn, device):
+    row = torch.full((300,), others, device=device)
+    for token, logit in logits.items():
+        row[token] = logit
+    assert set(drawn_by(TRITON, row.repeat(32, 1), make_state(32, rules, device)).tolist()) == drawn
 
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_tokens_that_logits_rule_out_are_never_drawn(device):
-    rules = [(1.0, 50, 1.0, 0.0), (1.0, 0, 0.999, 0.0), (1e30, 50, 0.9, 0.0), (3.0, 0, 1.0, 0.01)]
-    state = make_state(32, rules, device)
-    logits = torch.full((32, 300), -math.inf, device=device)
-    logits[:, [100, 250]] = 1.0
-    tiles = tiles_of(logits, state)
-    choose_filtered(tiles=tiles, state=state)
-    assert set(tokens_of(tiles, state).tolist()) == {100, 250}
-
-
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
-@pytest.mark.parametrize("rule", RULES[:5], ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs(bad, rule, device):
-    choose = choose_filtered_ref if device == "reference" else choose_filtered
-    device = "cpu" if device == "reference" else device
-    state, logits = make_state(3, [rule], device), random_logits(3, 200, device)
-    tiles = tiles_of(logits, state)
-    choose(tiles=tiles, state=state)
-    expected = tokens_of(tiles, state)
-    if bad == -math.inf:
-        logits[1] = bad
-    else:
-        logits[1, 130] = bad
-    tiles = tiles_of(logits, state)
-    choose(tiles=tiles, state=state)
-    expected[1] = NOT_FINITE
-    assert torch.equal(tokens_of(tiles, state), expected)
-
-
-# Several programs a row, of rows with top-p alone.
 
 BY_MASS = [(1.0, 0, p, 0.0) for p in (0.9, 0.5, 0.1, 0.01)] + [(0.7, 0, 0.8, 0.0), (1e30, 0, 0.3, 0.0)]
 
@@ -230,21 +208,32 @@ def small_chunks(monkeypatch) -> None:
     monkeypatch.setattr(filtered, "Sizes", partial(filtered.Sizes, CHUNK=256))
 
 
-def always(n: int) -> Splits:
-    return lambda rows, n_chunks, device: n
+several_programs = pytest.mark.usefixtures("small_chunks")
 
 
-def tokens_by(logits: Tensor, state: DeviceState, splits: int) -> Tensor:
-    """The tokens drawn by so many programs a row."""
-    tiles = tiles_of(logits, state)
-    partial(choose_filtered, splits=always(splits))(tiles=tiles, state=state)
-    return tokens_of(tiles, state)
+@pytest.mark.filterwarnings("ignore:invalid value")
+@several_programs
+@every_twin
+@pytest.mark.parametrize(
+    ("rule", "splits"), [*((rule, None) for rule in RULES[:5]), *((rule, 3) for rule in BY_MASS[:2])], ids=str
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs(
+    bad, rule, splits, kernels, device
+):
+    state, logits = make_state(3, [rule], device), random_logits(3, 1000, device)
+    expected = drawn_by(kernels, logits, state, splits)
+    logits[1, slice(None) if bad == -math.inf else slice(700, 703)] = bad
+    expected[1] = NOT_FINITE
+    assert torch.equal(drawn_by(kernels, logits, state, splits), expected)
+
+
+# Several programs a row, of rows with top-p alone.
 
 
 @pytest.mark.slow
-@guarded
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@several_programs
+@every_device
 @pytest.mark.parametrize("splits", [1, 2, 7])
 @pytest.mark.parametrize("size", [0.1, 2.0, 10.0])
 def test_any_number_of_programs_draws_the_tokens_of_the_specification(size, splits, device):
@@ -252,25 +241,23 @@ def test_any_number_of_programs_draws_the_tokens_of_the_specification(size, spli
     state = make_state(2 * len(rules), rules, device, seed=splits)
     logits = random_logits(2 * len(rules), 2001, device, splits, size)
     logits[:, 300:700] = -math.inf
-    assert_draws_as_specified(logits, state, 0.8, always(splits))
+    assert_draws_as_specified(logits, state, 0.8, splits)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@several_programs
+@every_device
 @pytest.mark.parametrize("splits", [1, 7])
 def test_of_equal_logits_in_any_chunk_the_first_are_kept_by_mass(splits, device):
     state = make_state(30, [(1.0, 0, 0.02, 0.0)], device)
     logits = (torch.arange(2000) % 2).float().repeat(30, 1).to(device)
-    tokens = tokens_by(logits, state, splits)
-    expected = tiles_of(logits, state)
-    choose_filtered_ref(tiles=expected, state=state)
-    assert torch.equal(tokens, tokens_of(expected, state)) and len(tokens.unique()) > 10
+    tokens = drawn_by(TRITON, logits, state, splits)
+    assert torch.equal(tokens, drawn_by(TORCH, logits, state)) and len(tokens.unique()) > 10
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@several_programs
+@every_device
 def test_where_the_last_bit_of_a_sum_decides_all_numbers_of_programs_agree(device):
     """Of each seed, values of top-p next to each other around the share ahead of its draw."""
     n_seeds, n_near = 8, 16
@@ -283,33 +270,23 @@ def test_where_the_last_bit_of_a_sum_decides_all_numbers_of_programs_agree(devic
     state.seeds.copy_(seeds.repeat_interleave(n_near))
     state.positions.fill_(5)
     state.top_p.copy_(near.flatten())
-    one, two, seven = (tokens_by(row.repeat(len(state.rows), 1), state, n) for n in (1, 2, 7))
+    logits = row.repeat(len(state.rows), 1)
+    one, two, seven = (drawn_by(TRITON, logits, state, n) for n in (1, 2, 7))
     assert torch.equal(one, two) and torch.equal(one, seven)
     kept = one.view(n_seeds, n_near) == tokens[:, None].cpu()
     assert (kept.any(dim=1) & ~kept.all(dim=1)).sum() >= n_seeds // 2
 
 
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@several_programs
+@every_device
 def test_a_rows_token_is_the_same_in_any_company(device):
     rules = [*BY_MASS, *RULES[:4], *OTHERS]
     rows = 2 * len(rules)
     state, logits = make_state(rows, rules, device), random_logits(rows, 2001, device)
-    together, slots = tokens_by(logits, state, 1), torch.arange(rows, device=device)
+    together, slots = drawn_by(TRITON, logits, state, 1), torch.arange(rows, device=device)
     for row in range(rows):
-        alone = tokens_by(logits[row : row + 1], state.at(slots[row : row + 1]), 7)
+        alone = drawn_by(TRITON, logits[row : row + 1], state.at(slots[row : row + 1]), 7)
         assert alone.item() == together[row], row
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_probabilities_has_no_token_however_many_programs_it_has(bad, device):
-    state, logits = make_state(5, BY_MASS[:2], device), random_logits(5, 1000, device)
-    expected = tokens_by(logits, state, 3)
-    logits[1, slice(None) if bad == -math.inf else slice(700, 703)] = bad
-    expected[1] = NOT_FINITE
-    assert torch.equal(tokens_by(logits, state, 3), expected)
 
 
 @pytest.mark.parametrize("sms", [1, 20, 132])
@@ -322,92 +299,73 @@ def test_programs_fill_the_gpu_once_or_are_one_a_row(sms, monkeypatch):
             assert 1 <= splits <= min(n_chunks, filtered.MOST_SPLITS)
 
 
-# 0.1% points of chi-squared by degrees of freedom.
-
-
 # The head of a batch with filtered rows.
 
 
 def make_head(rows: int, vocab: int, dtype: torch.dtype, device: str) -> dict:
-    generator = torch.Generator().manual_seed(rows + vocab)
-    hidden, weight = torch.randn(rows, 48, generator=generator), torch.randn(vocab, 48, generator=generator)
-    return {"hidden": hidden.to(device, dtype), "weight": (weight / 3).to(device, dtype)}
+    normal = normals(rows + vocab)
+    hidden, weight = normal(rows, 48), normal(vocab, 48) / 3
+    return {"hidden": hidden.to(device, dtype), "weight": weight.to(device, dtype)}
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@every_place
+@pytest.mark.parametrize("penalised", [False, True])
 @pytest.mark.parametrize("vocab", [101, 300])
 @pytest.mark.parametrize("rows", [1, 8, 33])
-def test_the_head_leaves_logits_masses_and_largest_of_filtered_rows(rows, vocab, device, dtype):
+def test_the_head_leaves_best_of_all_and_logits_masses_and_largest_of_filtered_rows(
+    rows, vocab, penalised, device, dtype
+):
     head, state = make_head(rows, vocab, dtype, device), make_state(rows, [*RULES[:5], *OTHERS], device)
-    expected, found = filtered_tiles_ref(**head, state=state), filtered_tiles(**head, state=state)
-    rows_kept, slack = state.filtered, TOLERANCE[dtype]
-    assert_near(found.logits[rows_kept, :vocab], expected.logits[rows_kept], slack)
-    assert (found.logits[rows_kept, vocab:] == -math.inf).all()
-    assert_near(found.values.amax(dim=1, keepdim=True)[rows_kept], expected.values[rows_kept], slack)
-    assert_near(found.maxima.amax(dim=1, keepdim=True)[rows_kept], expected.maxima[rows_kept], slack)
+    head |= {"state": state}
+    if penalised:
+        seen = torch.randint(0, 6, (rows, vocab), generator=torch.Generator().manual_seed(1))
+        head["counts"] = seen.int().to(device)
+        state.counts.copy_(torch.arange(rows).flip(0) * (torch.arange(rows) % 4 > 0))
+        for column, value in (("repetition", 1.7), ("presence", 0.5), ("frequency", -0.3)):
+            getattr(state, column).fill_(value)
+    expected, found = filtered_tiles_ref(**head), filtered_tiles(**head)
+    kept, slack = state.filtered, TOLERANCE[dtype]
+    assert_near(found.logits[kept, :vocab], expected.logits[kept], slack)
+    assert (found.logits[kept, vocab:] == -math.inf).all()
+    best, tile = found.values.max(dim=1, keepdim=True)
+    assert_near(best, expected.values, slack)
+    assert_near(found.maxima.amax(dim=1, keepdim=True)[kept], expected.maxima[kept], slack)
     assert not found.arrived.any()
     below = found.maxima - found.maxima.amax(dim=1, keepdim=True)
     mass = (found.masses * (below / state.temperatures[:, None]).exp()).sum(dim=1, keepdim=True)
-    assert_near(mass[rows_kept], expected.masses[rows_kept], max(50 * slack, 1e-4))
-    best = found.values.argmax(dim=1, keepdim=True)
+    assert_near(mass[kept], expected.masses[kept], max(50 * slack, 1e-4))
     if dtype == torch.float32:
-        drawn = ~rows_kept | state.by_mass
-        assert torch.equal(found.indices.gather(1, best)[drawn], expected.indices[drawn])
+        drawn = ~kept | state.by_mass
+        assert torch.equal(found.indices.gather(1, tile)[drawn], expected.indices[drawn])
+    if penalised and state.counts.any():
+        assert not torch.equal(filtered_tiles_ref(**head | {"counts": None}).logits, expected.logits)
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("rows", [8, 33])
-def test_the_head_penalises_what_a_row_has_seen(rows, device, dtype):
-    vocab, state = 131, make_state(rows, [*RULES[:3], *OTHERS], device)
-    head = make_head(rows, vocab, dtype, device)
-    counts = torch.randint(0, 6, (rows, vocab), generator=torch.Generator().manual_seed(1)).int().to(device)
-    state.counts.copy_(torch.arange(rows).flip(0) * (torch.arange(rows) % 4 > 0))
-    for column, value in (("repetition", 1.7), ("presence", 0.5), ("frequency", -0.3)):
-        getattr(state, column).fill_(value)
-    expected = filtered_tiles_ref(**head, state=state, counts=counts)
-    found = filtered_tiles(**head, state=state, counts=counts)
-    assert_near(found.logits[state.filtered, :vocab], expected.logits[state.filtered], TOLERANCE[dtype])
-    best, index = found.values.max(dim=1, keepdim=True)
-    assert_near(best, expected.values, TOLERANCE[dtype])
-    plain = filtered_tiles_ref(**head, state=state)
-    assert not torch.equal(plain.logits, expected.logits)
-    if dtype == torch.float32:
-        own = ~state.filtered
-        assert torch.equal(found.indices.gather(1, index)[own], expected.indices[own])
-
-
-@guarded
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@several_programs
+@every_place
 @pytest.mark.parametrize("rows", [5, 33])
 def test_head_and_choice_draw_the_same_tokens_again_and_again(rows, device, dtype):
     """Whatever the memory of their results held before."""
     head, state = make_head(rows, 1000, dtype, device), make_state(rows, [*BY_MASS, *OTHERS], device)
-    heads, choose = filtered_tiles, partial(choose_filtered, splits=always(3))
     times = []
     for _ in range(2):
-        tiles = heads(**head, state=state)
-        choose(tiles=tiles, state=state)
+        tiles = filtered_tiles(**head, state=state)
+        choose_filtered(tiles=tiles, state=state, splits=lambda rows, n_chunks, device: 3)
         assert torch.equal(tiles.arrived, 3 * state.by_mass.int())
         times.append(tokens_of(tiles, state))
     assert torch.equal(*times)
 
 
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
-def test_a_steps_input_is_counted_if_it_is_of_the_output_and_its_row_has_counts(device):
-    count = count_tokens_ref if device == "reference" else count_tokens
-    device = "cpu" if device == "reference" else device
-    state, table = (
-        DeviceState(5, 2, torch.device(device)),
-        torch.zeros(4, 9, dtype=torch.int32, device=device),
-    )
+@every_twin
+def test_a_steps_input_is_counted_if_it_is_of_the_output_and_its_row_has_counts(kernels, device):
+    state = DeviceState(5, 2, torch.device(device))
+    table = torch.zeros(4, 9, dtype=torch.int32, device=device)
     state.tokens.copy_(torch.tensor([7, 7, 3, 8, 5]))
     state.positions.copy_(torch.tensor([4, 4, 3, INERT, 9]))
     state.prompts.fill_(4)
     state.counts.copy_(torch.tensor([2, 0, 1, 4, 3]))
-    count(state=state, table=table)
-    count(state=state, table=table)
+    for _ in range(2):
+        kernels.count_tokens(state=state, table=table)
     assert table.nonzero().tolist() == [[1, 7], [2, 5]] and table.sum() == 8
 
 
@@ -415,13 +373,13 @@ def test_a_steps_input_is_counted_if_it_is_of_the_output_and_its_row_has_counts(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("device", "dtype"), PLACES[-3:])
+@every_gpu_place
 @pytest.mark.parametrize(("vocab", "width"), [(50257, 768), (151936, 1024)])
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 def test_head_and_choice_draw_as_specified_at_real_sizes(rows, vocab, width, device, dtype):
-    generator = torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, width, generator=generator).to(device, dtype)
-    weight = (3 * torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype)
+    normal = normals(rows)
+    hidden = normal(rows, width).to(device, dtype)
+    weight = (3 * normal(vocab, width) / width**0.5).to(device, dtype)
     state = make_state(rows, [*RULES, *OTHERS], device, seed=rows)
     tiles = filtered_tiles(hidden=hidden, weight=weight, state=state)
     kept = state.filtered
@@ -431,29 +389,3 @@ def test_head_and_choice_draw_as_specified_at_real_sizes(rows, vocab, width, dev
     settings = own.temperatures, own.top_k, own.top_p, own.min_p, own.seeds, own.positions + 1
     sure, expected = sure_rows(logits, own), draw(logits, *settings)
     assert torch.equal(tokens_of(tiles, state)[kept.cpu()][sure.cpu()], expected[sure].cpu())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 33])
-def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows):
-    """The norm before, then head, choice and the rows' advance."""
-    width, vocab = 768, 50257
-    state = DeviceState(rows, 4, torch.device("cuda"))
-    slots = torch.arange(rows, device="cuda")
-    x, ones = (torch.ones(shape, device="cuda", dtype=torch.float16) for shape in ((rows, width), (width,)))
-    weight = random_logits(vocab, width, "cuda", size=width**-0.5).half()
-
-    def refill(seed: int) -> None:
-        x.copy_(random_logits(rows, width, "cuda", seed))
-        state.rows.copy_(
-            make_state(rows, [*RULES, *OTHERS], "cuda", seed).at(slots).rows[:, : state.rows.shape[1]]
-        )
-
-    def chain(kernels) -> tuple[Tensor, ...]:
-        hidden = kernels.add_norm(x=x, scale=ones, shift=ones, eps=1e-5)
-        tiles = kernels.filtered_tiles(hidden=hidden, weight=weight, state=state)
-        kernels.choose_filtered(tiles=tiles, state=state)
-        kernels.advance(state=state, slots=slots, values=tiles.values, indices=tiles.indices)
-        return hidden, state.tokens, state.positions
-
-    assert_replays_equal_ordinary_launches(chain, refill)

@@ -9,21 +9,24 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
-from rosellm.roseinfer.kernels.advance import advance, advance_ref
 from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.head import best_tokens, best_tokens_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.sampling import NOT_FINITE
-from tests.helpers import TRITON_DEVICES
+from tests.helpers import DTYPES
 from tests.roseinfer.kernels.kernel_checks import (
-    PLACES,
     TOLERANCE,
-    guarded_outputs,  # noqa: F401
+    every_device,
+    every_gpu_place,
+    every_place,
+    every_twin,
+    guarded,
+    normals,
 )
 
+pytestmark = guarded
 LARGEST_SEED = 2**63 - 1
 TEMPERATURES = [0.0, 0.5, 1.0, 0.0, 3.0]
-guarded = pytest.mark.usefixtures("guarded_outputs")
 
 
 def make_case(
@@ -36,14 +39,14 @@ def make_case(
     temperatures: list[float] = TEMPERATURES,
 ) -> dict:
     """Logits of deviation 2; what is random about a row comes from a device state's columns."""
-    generator = torch.Generator().manual_seed(seed)
+    normal, generator = normals(seed), torch.Generator().manual_seed(seed)
     state = DeviceState(rows, 3, torch.device(device))
     state.temperatures.copy_(torch.tensor((temperatures * rows)[:rows]))
     state.seeds.copy_(torch.randint(LARGEST_SEED, (rows,), generator=generator))
     state.positions.copy_(torch.randint(1000, (rows,), generator=generator))
     return {
-        "hidden": torch.randn(rows, width, generator=generator).to(device, dtype),
-        "weight": (2 * torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype),
+        "hidden": normal(rows, width).to(device, dtype),
+        "weight": (2 * normal(vocab, width) / width**0.5).to(device, dtype),
         "temperature": state.temperatures,
         "seeds": state.seeds,
         "positions": state.positions,
@@ -89,61 +92,39 @@ def assert_equals_spec(case: dict, **sampled: bool) -> None:
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_spec_at_temperature_0_is_the_likeliest_token(dtype, sampled):
     case = make_case(40, 101, dtype=dtype, temperatures=[0.0])
     values, indices = best_tokens_ref(**case, sampled=sampled)
     expected, tokens = logits_of(case).max(dim=1, keepdim=True)
-    assert torch.equal(values, expected.float()) and torch.equal(indices, tokens.int())
-    assert values.dtype == torch.float32 and indices.dtype == torch.int32
+    assert torch.equal(values, expected) and torch.equal(indices, tokens.int())
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_spec_draws_the_tokens_of_the_sampler(seed):
     """Of the same seeds and positions; but where the two best are as good as equal."""
     case = make_case(300, 101, seed=seed)
-    rows = len(case["hidden"])
-    nothing, everything = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
-    expected = draw(
-        logits_of(case),
-        case["temperature"],
-        nothing,
-        everything,
-        nothing,
-        case["seeds"],
-        case["positions"] + 1,
-    )
+    rules = [torch.full((300,), x) for x in (0, 1.0, 0)]
+    expected = draw(logits_of(case), case["temperature"], *rules, case["seeds"], case["positions"] + 1)
     sure = scores_of(case).topk(2).values.diff(dim=1)[:, 0].abs() > 1e-4
     assert sure.float().mean() > 0.98
     assert torch.equal(best_tokens_ref(**case)[1][sure, 0], expected[sure])
 
 
-def repeated_case(n: int, vocab: int, temperature: float, device: str = "cpu") -> dict:
-    """One row's logits n times over."""
-    case = make_case(n, vocab, device=device, temperatures=[temperature])
-    case["hidden"] = case["hidden"][:1].repeat(n, 1)
-    return case
-
-
 # The kernel.
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@every_place
+@pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize(("vocab", "width"), [(101, 32), (129, 48), (64, 96), (300, 768), (3, 20)])
 @pytest.mark.parametrize("rows", [1, 5, 17, 40])
-def test_the_kernel_equals_the_spec(rows, vocab, width, device, dtype):
-    assert_equals_spec(make_case(rows, vocab, width, dtype, device, seed=rows + vocab))
+def test_the_kernel_equals_the_spec(rows, vocab, width, sampled, device, dtype):
+    temperatures = TEMPERATURES if sampled else [0.0]
+    case = make_case(rows, vocab, width, dtype, device, seed=rows + vocab, temperatures=temperatures)
+    assert_equals_spec(case, sampled=sampled)
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("rows", [2, 33])
-def test_the_kernel_without_draws_equals_the_spec(rows, device, dtype):
-    assert_equals_spec(make_case(rows, 150, 48, dtype, device, temperatures=[0.0]), sampled=False)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, LARGEST_SEED])
 @pytest.mark.parametrize("position", [0, 1023, 2**31 - 2])
 def test_the_kernel_draws_with_any_seed_and_position(seed, position, device):
@@ -152,7 +133,7 @@ def test_the_kernel_draws_with_any_seed_and_position(seed, position, device):
     assert_equals_spec(case)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
 def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
     case = make_case(4, 300, device=device, temperatures=[0.0])
     case["hidden"] = case["hidden"].mul(8).round()  # whole numbers add up alike in any order
@@ -164,39 +145,33 @@ def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
     assert (best_of_tiles(*best_tokens(**case))[1] == 0).all()
 
 
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
-def test_logits_are_compared_as_fp32_sums(device):
+@every_twin
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_logits_are_compared_as_fp32_sums(dtype, kernels, device):
     """1 + 2**-12 would be 1 in half precision, where the first of equals wins."""
-    choose = best_tokens_ref if device == "reference" else best_tokens
-    case = make_case(1, 3, 2, device="cpu" if device == "reference" else device, temperatures=[0.0])
-    case["hidden"] = case["hidden"].new_tensor([[1.0, 2.0**-12]]).half()
-    case["weight"] = case["weight"].new_tensor([[0.5, 0.0], [1.0, 0.0], [1.0, 1.0]]).half()
-    value, index = best_of_tiles(*choose(**case))
-    assert (value.item(), index.item()) == (1 + 2.0**-12, 2)
-    exact = {name: value.float() if name in ("hidden", "weight") else value for name, value in case.items()}
-    assert best_of_tiles(*choose(**exact)) == (1.0 + 2.0**-12, 2)
+    case = make_case(1, 3, 2, dtype, device, temperatures=[0.0])
+    case["hidden"] = case["hidden"].new_tensor([[1.0, 2.0**-12]])
+    case["weight"] = case["weight"].new_tensor([[0.5, 0.0], [1.0, 0.0], [1.0, 1.0]])
+    assert best_of_tiles(*kernels.best_tokens(**case)) == (1.0 + 2.0**-12, 2)
 
 
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+@every_twin
 @pytest.mark.parametrize("temperature", [1e30, 1e38, torch.finfo(torch.float32).max])
-def test_the_hottest_draws_are_finite_and_of_any_token(temperature, device):
-    choose = best_tokens_ref if device == "reference" else best_tokens
+def test_the_hottest_draws_are_finite_and_of_any_token(temperature, kernels, device):
     n, vocab = 256, 7
-    case = repeated_case(n, vocab, temperature, "cpu" if device == "reference" else device)
-    values, indices = choose(**case)
+    case = make_case(n, vocab, device=device, temperatures=[temperature])
+    case["hidden"] = case["hidden"][:1].repeat(n, 1)
+    values, indices = kernels.best_tokens(**case)
     assert values.isfinite().all()
     assert torch.bincount(best_of_tiles(values, indices)[1].cpu(), minlength=vocab).min() > n // vocab // 2
 
 
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+@every_twin
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, temperature, device):
+def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, temperature, kernels, device):
     """NaN or +inf anywhere, or nothing but -inf; the other rows go on."""
-    choose, end = best_tokens, advance
-    if device == "reference":
-        choose, end, device = best_tokens_ref, advance_ref, "cpu"
     state = DeviceState(3, 4, torch.device(device))
     state.temperatures.fill_(temperature)
     state.positions.fill_(4)
@@ -206,27 +181,25 @@ def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, tempe
     hidden[:, 0] = torch.tensor([1.0, bad, 2.0])
     weight[140, 0] = 0.5
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
-    values, indices = choose(hidden=hidden, weight=weight, **drawing)
-    end(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
+    values, indices = kernels.best_tokens(hidden=hidden, weight=weight, **drawing)
+    kernels.advance(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
     assert state.positions.tolist() == [5, INERT, 5]  # by now the ring is written, too
     assert state.ring[0, 1] == NOT_FINITE and (state.ring[0, ::2] >= 0).all()
 
 
-@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
-def test_one_logit_that_is_not_a_number_is_noticed(device):
-    choose = best_tokens_ref if device == "reference" else best_tokens
-    case = make_case(3, 150, device="cpu" if device == "reference" else device)
+@every_twin
+def test_one_logit_that_is_not_a_number_is_noticed(kernels, device):
+    case = make_case(3, 150, device=device)
     case["weight"][77] = math.nan
-    values, _ = choose(**case)
+    values, _ = kernels.best_tokens(**case)
     assert (values.amax(dim=1) == math.inf).all()
 
 
 # A GPU's own.
 
 
-@guarded
 @pytest.mark.gpu
-@pytest.mark.parametrize(("device", "dtype"), PLACES[-3:])
+@every_gpu_place
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_kernel_equals_the_spec_at_a_real_size(sampled, device, dtype):
     temperatures = TEMPERATURES if sampled else [0.0]

@@ -9,7 +9,8 @@ import torch
 
 from rosellm.roseinfer.kernels import noise
 from rosellm.roseinfer.kernels.noise import WORD, gumbel_noise, gumbel_noise_triton, philox4x32
-from tests.helpers import ON_GPU, TRITON_DEVICES
+from tests.helpers import ON_GPU
+from tests.roseinfer.kernels.kernel_checks import every_device
 
 LARGEST_SEED = 2**63 - 1
 DEVICES = ["cpu", ON_GPU]
@@ -43,10 +44,11 @@ def noise_by_hand(seed: int, position: int, column: int) -> float:
     return -math.log(-math.log1p(-((word ^ word >> 15) + 0.5) / 2**32))
 
 
-def random_rows(n: int, position_dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+def random_rows(n: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds and positions."""
     generator = torch.Generator().manual_seed(3)
-    seeds = torch.randint(0, LARGEST_SEED, (n,), generator=generator)
-    return seeds, torch.randint(0, 2**31 - 1, (n,), generator=generator).to(position_dtype)
+    limits = LARGEST_SEED, 2**31 - 1
+    return tuple(torch.randint(0, limit, (n,), generator=generator).to(device) for limit in limits)
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
@@ -66,38 +68,35 @@ def test_noise_is_that_of_seed_position_and_index(seed, position, device):
         assert found[column].item() == pytest.approx(noise_by_hand(seed, position, column), abs=2e-6)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("vocab_size", [1, 1024, 2500])
-def test_triton_gives_the_noise_of_the_specification(vocab_size, position_dtype, device):
-    seeds, positions = (x.to(device) for x in random_rows(4, position_dtype))
+def assert_triton_gives_the_noise_of_the_specification(seeds, positions, vocab_size: int) -> None:
     found, expected = (f(seeds, positions, vocab_size) for f in (gumbel_noise_triton, gumbel_noise))
     assert found.shape == expected.shape and found.dtype == expected.dtype
-    close = 1e-6 if device == "cuda" else 3e-7  # its one instruction for a logarithm errs by more
+    close = 1e-6 if seeds.is_cuda else 3e-7  # its one instruction for a logarithm errs by more
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@every_device
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 1024, 2500])
+def test_triton_gives_the_noise_of_the_specification(vocab_size, position_dtype, device):
+    """Seeds and positions may be columns of a state."""
+    seeds, positions = random_rows(4, device)
+    columns = torch.stack((seeds, -seeds), dim=1), torch.stack((positions, -positions), dim=1)
+    places = columns[1].to(position_dtype)[:, 0]
+    assert_triton_gives_the_noise_of_the_specification(columns[0][:, 0], places, vocab_size)
+
+
+@pytest.mark.gpu
+def test_triton_gives_the_noise_of_a_whole_vocabulary_and_a_large_batch():
+    assert_triton_gives_the_noise_of_the_specification(*random_rows(300, "cuda"), 50257)
+
+
+@every_device
 @pytest.mark.parametrize("make", [gumbel_noise, gumbel_noise_triton])
 def test_noise_of_a_small_word_is_that_of_the_middle_between_two_words(make, device):
     seed, column = 1_596_515, 713  # found by search: its word is 2
     found = make(torch.tensor([seed], device=device), torch.tensor([0], device=device), column + 1)[0, column]
     assert found.item() == pytest.approx(-math.log(2.5 / 2**32), abs=1e-4)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_seeds_and_positions_may_be_columns_of_a_state(device):
-    seeds, positions = (x.to(device) for x in random_rows(6))
-    columns = torch.stack((seeds, positions, -seeds), dim=1)
-    found = gumbel_noise_triton(columns[:, 0], columns[:, 1], 300)
-    assert torch.equal(found, gumbel_noise_triton(seeds, positions, 300))
-
-
-@pytest.mark.gpu
-def test_triton_gives_the_noise_of_the_specification_for_a_whole_vocabulary_and_a_large_batch():
-    seeds, positions = (x.cuda() for x in random_rows(300))
-    found, expected = (f(seeds, positions, 50257) for f in (gumbel_noise_triton, gumbel_noise))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("word", "uniform"), [(0, 2.0**-24), (WORD, 1 - 2.0**-33)])
@@ -109,7 +108,7 @@ def test_the_extreme_words_give_finite_noise(monkeypatch, word, uniform):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_its_batch_nor_an_element_on_the_vocabulary(device):
-    seeds, positions = (x.to(device) for x in random_rows(5))
+    seeds, positions = random_rows(5, device)
     together = gumbel_noise(seeds, positions, 4099)
     for row in range(5):
         alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 4099)

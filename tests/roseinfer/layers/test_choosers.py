@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from torch import Tensor
 
-from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
 from rosellm.roseinfer.cache.token_counts import seen_tokens
 from rosellm.roseinfer.kernels.advance import advance_ref
-from rosellm.roseinfer.kernels.draw import draw
+from rosellm.roseinfer.kernels.draw import draw, penalised_ref
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import random_model
-from tests.sampler import Sampler
 
 WISHES = {
     "greedy": {"temperature": 0.0},
@@ -27,20 +28,36 @@ WISHES = {
     "penalised": {"temperature": 0.0, "repetition_penalty": 3.0, "presence_penalty": 1.0},
     "penalised top_p": {"top_p": 0.7, "frequency_penalty": 1.5},
 }
+PROMPT, OUTPUT = [1, 2, 3], [2, 4]
 POSITION = 4
+MODEL = random_model(0)
+VOCAB, COUNTED = MODEL.config.vocab_size, (len(WISHES), MODEL.config.vocab_size)
 
 
-def fused(model: Transformer) -> FusedChooser:
-    return FusedChooser(model, TORCH, torch.zeros(4, model.config.vocab_size, dtype=torch.int32))
+def fused() -> FusedChooser:
+    return FusedChooser(MODEL, TORCH, torch.zeros(COUNTED, dtype=torch.int32))
 
 
-def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int) -> list[int]:
-    """The token that each row takes; rows have seeds ``seed``, ``seed + 1`` …"""
-    rows = [SamplingParams(max_tokens=9, seed=seed + i, **wish) for i, wish in enumerate(wishes)]
+def of_logits() -> LogitsChooser:
+    return LogitsChooser(MODEL.logits, TORCH, torch.zeros(COUNTED, dtype=torch.int32))
+
+
+def hidden_of(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, MODEL.config.d_model, generator=torch.Generator().manual_seed(seed))
+
+
+def params_of(names: tuple[str, ...], seed: int) -> list[SamplingParams]:
+    """Rows have seeds ``seed``, ``seed + 1`` …"""
+    return [SamplingParams(max_tokens=9, seed=seed + i, **WISHES[name]) for i, name in enumerate(names)]
+
+
+def choose(chooser: Chooser, hidden: Tensor, names: tuple[str, ...], seed: int) -> list[int]:
+    """The token that each row takes."""
+    rows = params_of(names, seed)
     state = DeviceState(len(rows), 2, torch.device("cpu"))
     for i, params in enumerate(rows):
-        sequence = Sequence(i, [1, 2, 3], params, ())
-        sequence.tokens += [2, 4]
+        sequence = Sequence(i, PROMPT, params, ())
+        sequence.tokens += OUTPUT
         chooser.counts[i] = 0
         for token, number in zip(*seen_tokens(sequence, POSITION), strict=True):
             chooser.counts[i, token] = int(number)
@@ -52,56 +69,44 @@ def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int
     return state.ring[0].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WISHES)
-def test_a_rows_token_is_that_of_its_own_wish_whatever_shares_the_batch(name):
-    chooser = fused(random_model(0))
-    hidden = torch.randn(2, random_model(0).config.d_model, generator=torch.Generator().manual_seed(3))
+def specified(hidden: Tensor, names: tuple[str, ...], seed: int) -> list[int]:
+    rows = params_of(names, seed)
+    seen = torch.zeros(len(rows), VOCAB, dtype=torch.int32)
+    seen[:, PROMPT] += 1
+    seen[:, OUTPUT] += 2
+    penalties = torch.tensor([[p.repetition, p.presence_penalty, p.frequency_penalty] for p in rows]).T
+    rules = torch.tensor([[p.temperature, p.top_k, p.top_p, p.min_p] for p in rows]).T
+    logits = penalised_ref(MODEL.logits(hidden), seen, *penalties)
+    seeds, positions = torch.tensor([p.seed for p in rows]), torch.full((len(rows),), POSITION + 1)
+    return draw(logits, *rules, seeds, positions).tolist()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *((name,) for name in WISHES),
+        tuple(WISHES),
+        *(pytest.param(pair, marks=pytest.mark.slow) for pair in product(WISHES, WISHES)),
+    ],
+    ids=" and ".join,
+)
+def test_a_rows_token_is_the_draw_that_its_own_wish_specifies_whatever_shares_the_batch(names):
+    hidden = hidden_of(len(names), 8)
     for seed in range(20):
-        (alone,) = choose(chooser, hidden[:1], [WISHES[name]], seed)
-        for other in WISHES.values():
-            assert choose(chooser, hidden, [WISHES[name], other], seed)[0] == alone
-
-
-@pytest.mark.parametrize("name", WISHES)
-def test_a_rows_token_is_that_of_the_host_driven_sampler(name):
-    """Whose logits, and those of the device's full logits, are the same here."""
-    model = random_model(0)
-    hidden = torch.randn(1, model.config.d_model, generator=torch.Generator().manual_seed(8))
-    choosers = fused(model), LogitsChooser(model.logits, TORCH, torch.zeros(4, 101, dtype=torch.int32))
-    for seed in range(20):
-        sequence = Sequence(0, [1, 2, 3], SamplingParams(seed=seed, **WISHES[name]), ())
-        sequence.tokens += [2, 4]
-        expected = Sampler()(model.logits(hidden), [sequence])
-        for chooser in choosers:
-            assert choose(chooser, hidden, [WISHES[name]], seed) == expected
-
-
-def test_a_filtered_rows_token_is_the_draw_that_is_specified():
-    model = random_model(0)
-    chooser = fused(model)
-    hidden = torch.randn(4, model.config.d_model, generator=torch.Generator().manual_seed(5))
-    wishes = [WISHES["top_k"], WISHES["drawn"], WISHES["top_p"], WISHES["greedy"]]
-    tokens = choose(chooser, hidden, wishes, 50)
-    settings = ([w.get("temperature"), w.get("top_k", 0), w.get("top_p", 1.0), 0.0] for w in wishes)
-    seeds, positions = torch.arange(50, 54), torch.full((4,), POSITION + 1)
-    assert tokens == draw(model.logits(hidden), *torch.tensor(list(settings)).T, seeds, positions).tolist()
+        for chooser in (fused(), of_logits()):
+            assert choose(chooser, hidden, names, seed) == specified(hidden, names, seed)
 
 
 def test_a_filtered_row_without_finite_logits_has_no_token_and_its_neighbours_have_theirs():
-    chooser = fused(random_model(0))
-    hidden = torch.randn(3, random_model(0).config.d_model, generator=torch.Generator().manual_seed(6))
-    wishes = [WISHES["drawn"], WISHES["top_k"], WISHES["greedy"]]
-    expected = choose(chooser, hidden, wishes, 7)
+    hidden, names = hidden_of(3, 6), ("drawn", "top_k", "greedy")
+    expected = choose(fused(), hidden, names, 7)
     hidden[1] = float("nan")
-    assert choose(chooser, hidden, wishes, 7) == [expected[0], NOT_FINITE, expected[2]]
+    assert choose(fused(), hidden, names, 7) == [expected[0], NOT_FINITE, expected[2]]
 
 
 def test_rows_with_a_temperature_only_are_drawn_without_a_sort_and_get_the_same_tokens(monkeypatch):
     """As in a batch with a filtered row, whose vocabulary is sorted."""
-    chooser = LogitsChooser(random_model(0).logits, TORCH, torch.zeros(4, 101, dtype=torch.int32))
-    hidden = torch.randn(3, random_model(0).config.d_model, generator=torch.Generator().manual_seed(4))
-    drawn = [WISHES["drawn"], WISHES["greedy"]]
-    with_filtered = [choose(chooser, hidden, [*drawn, WISHES["top_p"]], seed)[:2] for seed in range(40)]
+    hidden, drawn = hidden_of(3, 4), ("drawn", "greedy")
+    with_filtered = [choose(of_logits(), hidden, (*drawn, "top_p"), seed)[:2] for seed in range(40)]
     monkeypatch.setattr(torch.Tensor, "sort", None)
-    assert [choose(chooser, hidden[:2], drawn, seed) for seed in range(40)] == with_filtered
+    assert [choose(of_logits(), hidden[:2], drawn, seed) for seed in range(40)] == with_filtered
