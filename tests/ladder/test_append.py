@@ -13,9 +13,9 @@ from torch import Tensor
 from rosellm.errors import RecipeError
 from rosellm.ladder.pools import Slots
 from rosellm.ladder.rungs import append_from_environment
-from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels, choose_kernels
-from tests.helpers import TRITON_DEVICES
+from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from tests.ladder.steps import CONFIG, LAYERS, make_step
+from tests.roseinfer.kernels.kernel_checks import every_twin
 
 RUNGS = ("triton_append", "full_batch", "identity_pos", "reused_index_buffers", "one_table")
 
@@ -38,20 +38,13 @@ def run_append(
     return torch.stack((step.blocks.k_cache, step.blocks.v_cache))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@every_twin
 @pytest.mark.parametrize("positions", [[2, 2, 2], [0, 3, 1], [1]], ids=str)
 @pytest.mark.parametrize("rung", RUNGS)
-def test_every_rung_writes_what_index_put_writes(rung, positions, device):
-    kernels = choose_kernels("auto", "fixed", torch.device(device))
+def test_every_rung_writes_what_index_put_writes(rung, positions, kernels, device):
     expected = run_append("dense", positions, device)
     assert torch.equal(run_append(rung, positions, device, kernels), expected)
     assert torch.equal(run_append(rung, positions, device, kernels, least=None), expected)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("rung", RUNGS)
-def test_every_rung_appends_on_triton(rung, device):
-    assert torch.equal(run_append(rung, [1, 1, 1], device, TRITON), run_append("dense", [1, 1, 1], device))
 
 
 def counting_kernels(calls: Counter) -> Kernels:
