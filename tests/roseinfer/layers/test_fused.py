@@ -13,9 +13,9 @@ from torch import Tensor
 from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Projection, Transformer, activated
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, few_rows_linear_ref
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.linear import parts_of
-from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
+from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers, fastest_products
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
@@ -34,14 +34,8 @@ MODELS = FAMILIES | {
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "untied": {"tie_embeddings": False},
     "wide": {"d_ff": 256},
-    "odd": {
-        "d_model": 48,
-        "n_heads": 3,
-        "n_kv_heads": 1,
-        "d_ff": 90,
-        "n_layers": 3,
-        "norm": Norm("layer", 1e-3),
-    },
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3}
+    | {"norm": Norm("layer", 1e-3)},
 }
 # norm, activation, gemm
 VARIANTS = {
@@ -86,8 +80,7 @@ def test_every_variant_on_triton_gives_the_models_states(variant, shape, device)
     """The wide one's ``down`` comes in parts."""
     assert (parts_of(21, 32, MODELS[shape].get("d_ff", 128)) > 1) == (shape == "wide")
     model = random_model(2, small_config(**MODELS[shape])).to(device)
-    kernels = choose_kernels("triton", "fixed", model.device)
-    layers_for = build_layers(*VARIANTS[variant], model, kernels)
+    layers_for = build_layers(*VARIANTS[variant], model, TRITON)
     for lengths in ([1], [20, 1]):
         assert_gives_the_models_states(layers_for(sum(lengths)), model, lengths)
 
@@ -95,7 +88,7 @@ def test_every_variant_on_triton_gives_the_models_states(variant, shape, device)
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_the_number_of_rows_chooses_the_products(device):
     model = random_model(0).to(device)
-    layers_for = build_layers(*VARIANTS["small_m"], model, choose_kernels("triton", "fixed", model.device))
+    layers_for = build_layers(*VARIANTS["small_m"], model, TRITON)
     for rows in (1, FEW_ROWS):
         assert isinstance(layers_for(rows), FewRowsLayers)
     for rows, products in ((FEW_ROWS + 1, SomeRowsProducts), (256, SomeRowsProducts), (257, LibraryProducts)):
@@ -119,7 +112,7 @@ def test_the_larger_a_layer_the_fewer_rows_are_for_the_kernels(layer, few, some)
 def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
     """Its position is negative; what attention gives for it is zero."""
     model = random_model(3, small_config(**MODELS[shape])).to(device)
-    layers = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))(rows)
+    layers = build_layers(*VARIANTS[variant], model, TRITON)(rows)
     ids, positions, _ = inputs_of(model, [rows])
     inert = torch.arange(rows, device=device) % 3 == 1
 
@@ -144,20 +137,29 @@ def test_a_packed_head_gives_the_models_logits(shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_only_fp32_weights_are_packed(dtype):
-    model = random_model(0).to(dtype)
-    assert can_pack(model) == (dtype == torch.float32)
-    packed = build_layers(*VARIANTS["small_m"], model, TORCH)(1).products
-    assert isinstance(packed, PackedProducts if dtype == torch.float32 else LibraryProducts)
-
-
-def test_without_onednn_nothing_is_packed(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    model = random_model(0)
-    assert isinstance(build_layers(*VARIANTS["small_m"], model, TORCH)(1).products, LibraryProducts)
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_only_fp32_weights_are_packed_and_none_without_onednn(has_onednn, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    model, is_packed = random_model(0).to(dtype), has_onednn and dtype == torch.float32
+    products = build_layers(*VARIANTS["small_m"], model, TORCH)(1).products
+    assert can_pack(model) == is_packed
+    assert isinstance(products, PackedProducts if is_packed else LibraryProducts)
 
 
 # Norms before products, and activations after them.
+
+
+def normed_projection(kind: str, outputs: int, eps: float, bias: bool = False):
+    """A norm of 48 and a projection of what it gives, both without values yet."""
+    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=eps)
+    return norm.requires_grad_(False), Projection(outputs, 48, bias).requires_grad_(False)
+
+
+def assert_is_the_norm_and_then_the_projection(kernels: Kernels, x: Tensor, norm, projection) -> None:
+    w = NormedWeights.of(projection, norm)
+    found = kernels.few_rows_linear(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
+    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
+    assert_near(found, exact(exact_norm(x.float())).to(x.dtype))
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -166,17 +168,13 @@ def test_without_onednn_nothing_is_packed(monkeypatch):
 def test_a_product_of_normed_weights_is_the_norm_and_then_the_projection(dtype, bias, kind):
     """Over the projection's own weight: nothing is copied but vectors."""
     generator = torch.Generator().manual_seed(1)
-    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=1e-2)
-    projection = Projection(2000, 48, bias)
+    norm, projection = normed_projection(kind, 2000, 1e-2, bias)
     for parameter in (*norm.parameters(), *projection.parameters()):
         parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
-        parameter.requires_grad_(False)
     x = (0.1 * torch.randn(3, 48, generator=generator) + 0.05).to(dtype)
+    assert_is_the_norm_and_then_the_projection(TORCH, x, norm, projection)
     w = NormedWeights.of(projection, norm)
-    found = few_rows_linear_ref(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
-    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
     assert w.weight is projection.weight and (w.bias is not None) == (bias or kind == "layer")
-    assert_near(found, exact(exact_norm(x.float())).to(dtype))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -184,20 +182,13 @@ def test_a_product_of_normed_weights_is_the_norm_and_then_the_projection(dtype, 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_an_fp16_row_is_normed_where_it_times_the_scale_is_beyond_fp16(rows, kind, device):
     generator = torch.Generator().manual_seed(2)
-    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=1e-5)
+    norm, projection = normed_projection(kind, 64, 1e-5)
     norm.weight.data = 30 * torch.rand(48, generator=generator)
-    norm.weight.data[7] = 30.0
-    projection = Projection(64, 48, bias=False)
     projection.weight.data = 0.01 * torch.randn(64, 48, generator=generator)
-    for module in (norm, projection):
-        module.to(device, torch.float16).requires_grad_(False)
     x = 100 * torch.randn(rows, 48, generator=generator)
-    x[:, 7] = 60_000.0
-    x = x.to(device, torch.float16)
-    w = NormedWeights.of(projection, norm)
-    found = TRITON.few_rows_linear(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
-    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
-    assert_near(found, exact(exact_norm(x.float())).half())
+    x[:, 7], norm.weight[7] = 60_000.0, 30.0
+    norm, projection, x = (one.to(device, torch.float16) for one in (norm, projection, x))
+    assert_is_the_norm_and_then_the_projection(TRITON, x, norm, projection)
 
 
 def test_without_a_bias_no_gelu_is_left_to_the_epilogue():
@@ -245,7 +236,7 @@ def test_every_variant_at_a_real_width_gives_the_models_states(variant, shape, d
     exact = random_model(8, config, std=0.02).to(device)
     model = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict(model.state_dict())
-    layers_for = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))
+    layers_for = build_layers(*VARIANTS[variant], model, TRITON)
     tolerance = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
     for lengths in ([1], [8], [16], [17], [64], [130], [60] * 5):
         ids, positions, attention = inputs_of(model, lengths)
