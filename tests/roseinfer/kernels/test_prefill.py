@@ -27,7 +27,7 @@ from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops, page
 
 pytestmark = guarded
 SMALL_TILES = Launch(16, 4, 3)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # over thousands of keys
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
