@@ -1,30 +1,37 @@
-"""Execute notebooks by papermill, in a pool of processes or on the machines of a Ray cluster."""
+"""Execute notebooks by nbclient: several at a time, or on the machines of a Ray cluster."""
 
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
-import logging
-import multiprocessing
+import asyncio
+import atexit
 import os
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, RLock, Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import nbformat
-import papermill
 import psutil
-from papermill.exceptions import PapermillExecutionError
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient.client import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.kernels import KernelManager, begin, fork_server, kill_children
 from rosellm.lab.running.page import page
 from rosellm.lab.running.sweep import INTERRUPTED_WITHIN_S, Finished, in_one_line
+
+# One thread, since several notebooks run at once; no warning that ipywidgets is not installed.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
 
 
 class NotebookError(RoseError):
@@ -53,48 +60,63 @@ class Executed(NamedTuple):
     files: dict[str, bytes]
 
 
+class Kernel(AsyncKernelManager):
+    """A kernel of this interpreter, whatever kernels are installed.
+
+    A TCP port is chosen before the kernel binds it, and might be taken by then. So on Linux the sockets are
+    in the abstract namespace (unix(7)), under a random name.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        abstract = {"transport": "ipc", "ip": f"@rosellm-{uuid4().hex}"} if sys.platform == "linux" else {}
+        super().__init__(**abstract, kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **options)
+
+
+RUNNING: set[NotebookClient] = set()  # in this process
+
+
 def execute(
     notebook: Path, parameters: dict[str, Any], timeout: float, folder: Path | None = None
 ) -> Executed:
-    """Execute a notebook in ``folder`` (default: its own), with this interpreter; the file is only read.
+    """Execute a notebook in ``folder`` (default: its own); the file is only read.
 
     After ``timeout`` seconds its kernel is killed.
     """
     notebook, started, error = notebook.resolve(), time.monotonic(), ""
     folder = folder or notebook.parent
+    content = load_notebook_node(str(notebook))
+    if parameters:
+        content = parameterize_notebook(content, parameters)
+    client = NotebookClient(
+        content,
+        kernel_name="python3",
+        kernel_manager_class=Kernel,
+        shutdown_kernel="immediate",
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
     done = Event()
-    with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch, notebook.name)
-        Thread(target=_kill_kernels, args=(timeout, done), daemon=True).start()
-        try:
-            papermill.execute_notebook(
-                notebook,
-                made,
-                parameters,
-                kernel_name="python3",
-                cwd=folder,
-                progress_bar=False,
-                coalesce_streams=True,
-                shutdown_kernel="immediate",
-                kernel_manager_class=KernelManager,
-            )
-        except PapermillExecutionError as failure:
-            told = failure.evalue.strip().partition("\n")[0]
-            error = f"cell {failure.exec_count}: {failure.ename}: {told}"
-        except Exception as failure:
-            error = in_one_line(failure)
-        finally:
-            done.set()
-        seconds, files = time.monotonic() - started, {}
-        status = "failed" if error else "ok"
-        if error and seconds >= timeout:
-            seconds, status, error = timeout, "timeout", f"not done after {timeout:g} s"
-        if made.exists():
-            files[made.name] = made.read_bytes()
-            try:
-                files[f"{made.stem}.html"] = page(nbformat.read(made, as_version=4), folder).encode()
-            except Exception as failure:  # nbconvert may raise anything
-                status, error = "failed", error or f"its page was not made: {in_one_line(failure)}"
+    Thread(target=_kill_after, args=(timeout, client, done), daemon=True).start()
+    RUNNING.add(client)
+    try:
+        asyncio.run(client.async_execute(env=os.environ | ENVIRONMENT))
+    except CellExecutionError as failure:
+        told = failure.evalue.strip().partition("\n")[0]
+        error = f"cell {client.code_cells_executed}: {failure.ename}: {told}"
+    except Exception as failure:  # nbclient may raise anything
+        error = in_one_line(failure)
+    finally:
+        done.set()
+        RUNNING.discard(client)
+        atexit.unregister(client._cleanup_kernel)  # noqa: SLF001 (it stays if the kernel dies as it starts)
+    seconds, status = time.monotonic() - started, "failed" if error else "ok"
+    if error and seconds >= timeout:
+        seconds, status, error = timeout, "timeout", f"not done after {timeout:g} s"
+    files = {notebook.name: nbformat.writes(content).encode()}
+    try:
+        files[f"{notebook.stem}.html"] = page(content, folder).encode()
+    except Exception as failure:  # nbconvert may raise anything
+        status, error = "failed", error or f"its page was not made: {in_one_line(failure)}"
     return Executed(Outcome(notebook.stem, seconds, status, error, parameters), files)
 
 
@@ -103,16 +125,9 @@ def run_here(
 ) -> Iterator[tuple[str, Finished]]:
     """Yield the tasks' names and results as they finish, ``workers`` at a time, until the interruption.
 
-    A task is a function of this package, or a ``partial`` of one. When this process ends, however it does, so
-    do the workers and their kernels.
+    It kills the kernels of unfinished ones. When this process is killed, its kernels end by themselves.
     """
-    tqdm.set_lock(RLock())  # the default is a semaphore, which processes would leak
-    before = set(multiprocessing.active_children())
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-        ProcessPoolExecutor(workers, fork_server(), _begin, (scratch,)) as pool,
-        tqdm(total=len(tasks), unit="notebook") as bar,
-    ):
+    with ThreadPoolExecutor(workers) as pool, tqdm(total=len(tasks), unit="notebook") as bar:
         names = {pool.submit(task): name for name, task in tasks.items()}
         pending = set(names)
         try:
@@ -122,17 +137,11 @@ def run_here(
                     bar.update()
                     yield names[future], _finished(future)
         finally:
-            if pending:
-                for worker in set(multiprocessing.active_children()) - before:
-                    worker.kill()
-                pool.shutdown(cancel_futures=True)
-
-
-def _begin(scratch: str) -> None:
-    """Begin a worker; its temporary files are in ``scratch``."""
-    begin()
-    tempfile.tempdir = os.environ["JUPYTER_RUNTIME_DIR"] = scratch
-    logging.getLogger("papermill").setLevel(logging.ERROR)
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in pending):
+                for client in list(RUNNING):
+                    _kill(client)
+                time.sleep(0.1)
 
 
 def _finished(future: Future) -> Finished:
@@ -140,11 +149,17 @@ def _finished(future: Future) -> Finished:
     return Finished(error=in_one_line(error)) if error else Finished(value=future.result())
 
 
-def _kill_kernels(after: float, done: Event) -> None:
-    """Kill the kernels of this process and all that they have started, from then on until ``done``."""
-    while not done.wait(after):
-        after = 0.1
-        for kernel in multiprocessing.active_children():
-            with suppress(psutil.NoSuchProcess):
-                kill_children(psutil.Process(kernel.pid))
-            kernel.kill()
+def _kill_after(seconds: float, client: NotebookClient, done: Event) -> None:
+    while not done.wait(seconds):
+        seconds = 0.1
+        _kill(client)
+
+
+def _kill(client: NotebookClient) -> None:
+    """Kill a client's kernel, if it has started, and all that this has started."""
+    process = getattr(getattr(client.km, "provisioner", None), "process", None)
+    if process is not None and process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            kernel = psutil.Process(process.pid)
+            for one in (*kernel.children(recursive=True), kernel):
+                one.kill()

@@ -70,13 +70,14 @@ class TestPages:
 
 
 class TestCards:
-    def publish(self, folder: Path, *names: str, status: str = "ok", error: str = "") -> str:
+    def publish(self, folder: Path, *names: str, status: str = "ok", error: str = "", outputs=()) -> str:
         """The index after notebooks that share a title."""
         build = folder / "build"
         build.mkdir(exist_ok=True)
         for name in names:
             first = new_markdown_cell("# 02 · Who reads `it`?\n\n*Does anybody?*")
-            nbformat.write(new_notebook(cells=[first]), folder / f"{name}.ipynb")
+            cells = [first, new_code_cell("show()", outputs=list(outputs))]
+            nbformat.write(new_notebook(cells=cells), folder / f"{name}.ipynb")
             (build / f"{name}.html").touch()
         paths = {name: folder / f"{name}.ipynb" for name in names}
         publish_gallery(paths, [Outcome(name, 1.25, status, error) for name in names], build)
@@ -86,8 +87,11 @@ class TestCards:
         index = self.publish(tmp_path, "02_mask_removal")
         assert "<h3>02 · Who reads it?</h3>" in index and "<p>Does anybody?</p>" in index
         assert "http" not in index and "failed" not in index.partition("</style>")[2]
-        index = self.publish(tmp_path, "02_mask_removal", status="failed", error="ValueError: <x>")
+        picture = new_output("display_data", {"image/png": PNG})
+        failure = {"status": "failed", "error": "ValueError: <x>"}
+        index = self.publish(tmp_path, "02_mask_removal", **failure, outputs=[picture])
         assert '<b class="failed">failed</b> ValueError: &lt;x&gt;' in index and "1 failed" in index
+        assert f'<img src="data:image/png;base64,{PNG}"' in index
 
     def test_a_notebook_of_ones_own_stands_apart(self, tmp_path):
         assert "<h2>Yours</h2>" not in self.publish(tmp_path, "02_mask_removal")
@@ -102,10 +106,10 @@ class TestCards:
         for names in (("00_a", "03_c"), ("01_b",)):
             self.publish(tmp_path, *names)
         told = (tmp_path / "build/pages.js").read_text().removeprefix("const PAGES = ").rstrip(";\n")
-        assert list(json.loads(told).items())[1:] == [
-            ("01_b", "02 · Who reads it?"),
-            ("03_c", "02 · Who reads it?"),
-        ]
+        assert json.loads(told) == dict.fromkeys(("00_a", "01_b", "03_c"), "02 · Who reads it?")
+        (tmp_path / "00_a.ipynb").unlink()
+        self.publish(tmp_path, "01_b")
+        assert list(json.loads((tmp_path / "build/gallery.json").read_text())) == ["01_b", "03_c"]
 
     @pytest.mark.parametrize(
         ("source", "expected"),

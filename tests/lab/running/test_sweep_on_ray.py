@@ -8,29 +8,23 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from time import monotonic, sleep
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 import torch
-from nbformat.v4 import new_code_cell, new_notebook
 
 from rosellm.cluster import runtime
 from rosellm.environment import environment
 from rosellm.lab import measure
-from tests.lab.running.test_run_notebooks import main
+from tests.lab.running.test_run_notebooks import main, printed, save, wait_until
 from tests.roseinfer.ranks import is_running
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
-KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": runtime.STORE_BYTES}
-WITHIN_S = 120.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,30 +51,7 @@ def cluster() -> Iterator[SimpleNamespace]:
 
 
 def until(holds: Callable[[], object]) -> None:
-    end = monotonic() + WITHIN_S
-    while not holds():
-        assert monotonic() < end
-        sleep(0.05)
-
-
-@contextmanager
-def meanwhile(act: Callable[[], object]) -> Iterator[None]:
-    """Within: ``act`` runs in another thread; its error is raised at the end."""
-    errors = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-    assert not errors, errors
+    assert wait_until(holds)
 
 
 class Notebooks:
@@ -93,26 +64,23 @@ class Notebooks:
         source += "(notes / f'{name} {os.getpid()}').touch()\n"
         source += f"while not pathlib.Path({str(self.go)!r}).exists():\n    time.sleep(0.05)\nprint(name)"
         for name in ("a", "b", "c"):
-            device = new_code_cell("device = 'auto'", metadata={"tags": ["parameters"]})
-            cells = [device, new_code_cell(f"name = {name!r}\n{source}")]
-            notebook = new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
-            nbformat.write(notebook, folder / f"{name}.ipynb")
+            save(folder, name, f"name = {name!r}\n{source}", parameters="device = 'auto'")
         self.command = ["--notebooks", str(folder), "--output", str(self.build), "--cluster", address]
         self.command += ["--parameters", "device=cpu"]
 
     def begun(self) -> list[str]:
         return sorted(path.name.split()[0] for path in self.notes.iterdir())
 
-    def kernels(self) -> list[int]:
-        return [int(path.name.split()[1]) for path in self.notes.iterdir()]
-
     def none_runs(self) -> bool:
-        return not any(map(is_running, self.kernels()))
+        return not any(is_running(int(path.name.split()[1])) for path in self.notes.iterdir())
 
-
-@pytest.fixture
-def notebooks(tmp_path: Path, cluster) -> Notebooks:
-    return Notebooks(tmp_path, cluster.address)
+    def swept(self, meanwhile: Callable[[], None]) -> int:
+        """The status of the command, while another thread does something."""
+        with ThreadPoolExecutor() as pool:
+            acted = pool.submit(meanwhile)
+            status = main(self.command)
+            acted.result()
+        return status
 
 
 def test_a_sweep_has_records_made_by_the_machines_and_writes_them_here(
@@ -138,14 +106,15 @@ def test_a_record_is_made_on_a_gpu_of_the_cluster(cluster, tmp_path):
 
 
 def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_nothing(
-    cluster, notebooks, capsys
+    cluster, tmp_path, capsys
 ):
+    notebooks = Notebooks(tmp_path, cluster.address)
+
     def interrupt() -> None:
         until(lambda: len(notebooks.begun()) == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with meanwhile(interrupt):
-        assert main(notebooks.command) == 130
+    assert notebooks.swept(interrupt) == 130
     told = "interrupted by SIGINT: finished none; not finished a, b, c"
     assert capsys.readouterr().err.splitlines()[-1] == told
     until(notebooks.none_runs)
@@ -156,12 +125,10 @@ def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_noth
         cluster.leave()
         notebooks.go.touch()
 
-    with meanwhile(lose):
-        assert main(notebooks.command) == 0
+    assert notebooks.swept(lose) == 0
     assert len(notebooks.begun()) == len(first) + 4  # one of three ran twice
     for name in ("a", "b", "c"):
-        cell = nbformat.read(notebooks.build / f"{name}.ipynb", as_version=4).cells[-1]
-        assert cell.outputs[0].text == f"{name}\n"
+        assert printed(notebooks.build / f"{name}.ipynb") == f"{name}\n"
         assert (notebooks.build / f"{name}.html").is_file()
     assert len(json.loads((notebooks.build / "gallery.json").read_text())) == 3
     until(notebooks.none_runs)
