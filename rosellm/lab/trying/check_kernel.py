@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rosellm.errors import RoseError, describe
+from rosellm.lab.trying import makers
 from rosellm.lab.trying.case import Case, cases
 from rosellm.lab.trying.guarded_memory import Allocations, Draw, fault, faulty
-from rosellm.lab.trying.makers import MAKERS
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
@@ -30,8 +30,6 @@ EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_at
 BY_POSITION = {"gumbel_noise", "plan_attention"}  # called positionally by the engine
 COPIED = torch.float32, torch.float16, torch.bfloat16  # independent of the model's dtype
 N_RANDOM = 4
-UNINTERPRETED = "Cannot call @triton.jit'd outside of the scope of a kernel"
-TRITON_FIRST = "triton was imported before rosellm, so it cannot interpret kernels here: import rosellm first"
 MOST_TOLD = 4  # faults to print
 
 
@@ -102,7 +100,7 @@ def check_kernel(
     with launches() as launched:
         for n, case in enumerate(told, 1):
             if found := faults_of(name, kernel, case, seed + n, where):
-                failed = described(MAKERS[name](case, Draw(seed + n, where)))
+                failed = described(getattr(makers, name)(case, Draw(seed + n, where)))
                 return Verdict(name, n, seed, failed, tuple(found))
     is_interpreted = bool(launched) and where.type == "cpu"
     return Verdict(name, len(drawn), seed, launched=frozenset(launched), interpreted=is_interpreted)
@@ -131,9 +129,9 @@ def faults_of(
 ) -> list[str]:
     """Return what ``kernel`` does wrong in one case, a line each; [] if it matches the specification."""
     wanted, drawn, exact = Draw(seed, device), Draw(seed, device), name in EXACT
-    spec = getattr(TORCH, name)
-    expected = _results(name, _called(name, spec, MAKERS[name](case, wanted)))
-    given = MAKERS[name](case, drawn)
+    make = getattr(makers, name)
+    expected = _results(name, _called(name, getattr(TORCH, name), make(case, wanted)))
+    given = make(case, drawn)
     before = [buffer.memory.clone() for buffer in drawn.buffers]
     try:
         with Allocations() as made:
@@ -141,8 +139,6 @@ def faults_of(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
-        if UNINTERPRETED in str(error) and device.type == "cpu":
-            raise KernelError(TRITON_FIRST) from None
         return [f"raised {_first_line(error)}"]
     faults = _compared(_results(name, returned), expected, exact)
     for buffer, then, right in zip(drawn.buffers, before, wanted.buffers, strict=True):

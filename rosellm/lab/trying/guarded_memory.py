@@ -72,11 +72,6 @@ def _value(x: Tensor, digits: int = 4) -> str:
     return f"{x.item():.{digits}g}" if x.is_floating_point() else str(x.item())
 
 
-def _distance(place: int, low: int, high: int) -> str:
-    """Describe a position outside a range of memory, in elements."""
-    return f"{low - place} before the beginning" if place < low else f"{place - high} past the end"
-
-
 @dataclass
 class Buffer:
     """Flat memory, and the operands that are windows of it, by name."""
@@ -89,12 +84,9 @@ class Buffer:
 
         before: the memory before the call; expected: the memory after the specification ran.
         """
-        differ = bits(self.memory) != bits(expected.memory)
-        if not differ.any():
+        if torch.equal(bits(self.memory), bits(expected.memory)):
             return
-        outside = differ.clone()
         for name, window in self.windows.items():
-            self._at(window, outside)[...] = False
             found, wanted, then = (self._at(window, x) for x in (self.memory, expected.memory, before))
             written = bits(wanted) != bits(then)
             wrong = faulty(found, wanted, exact or not written.any())
@@ -105,25 +97,31 @@ class Buffer:
                 "written by mistake": wrong & ~written,
             }
             yield from (fault(name, of, found, wanted, kind) for kind, of in kinds.items() if of.any())
-        if outside.any():
-            yield self._outside(outside, expected.memory)
+        yield from self.outside(expected.memory)
 
     def _at(self, window: Tensor, flat: Tensor) -> Tensor:
         """Return the same window of another memory of this size."""
         return flat.as_strided(window.shape, window.stride(), window.storage_offset())
 
-    def _outside(self, wrong: Tensor, expected: Tensor) -> str:
-        """Name the nearest operand and the distance from it, in elements."""
+    def outside(self, expected: Tensor) -> Iterator[str]:
+        """If memory outside the windows is not as expected, yield the nearest one and how far away it is."""
+        wrong = bits(self.memory) != bits(expected)
+        for window in self.windows.values():
+            self._at(window, wrong)[...] = False
+        if not wrong.any():
+            return
         first = int(wrong.nonzero()[0])
         ends = {name: self._ends(window) for name, window in self.windows.items()}
         name = min(ends, key=lambda one: max(ends[one][0] - first, first - ends[one][1], 0))
         low, high = ends[name]
-        where = f"between the rows of {name}"
+        where = "between the rows of"
         if not low <= first <= high:
-            where = f"{_distance(first, low, high)} of {name}"
+            where = (
+                f"{low - first} before the beginning of" if first < low else f"{first - high} past the end of"
+            )
         there, wanted = _values(self.memory[first], expected[first])
         n = f"{int(wrong.sum()):,} elements"
-        return f"memory {where}: found {there}, expected {wanted} (written outside, {n})"
+        yield f"memory {where} {name}: found {there}, expected {wanted} (written outside, {n})"
 
     @staticmethod
     def _ends(window: Tensor) -> tuple[int, int]:
@@ -191,8 +189,7 @@ class Allocations(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []  # flat, including guards
-        self._guards: list[int] = []
+        self._made: list[Buffer] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -204,17 +201,10 @@ class Allocations(TorchFunctionMode):
         window = memory.as_strided(made.shape, made.stride(), guard)
         if func in FILLED:
             window.copy_(made)
-        self.made.append(memory)
-        self._guards.append(guard)
+        self._made.append(Buffer(memory, {"a tensor that it made": window}))
         return window
 
     def faults(self) -> Iterator[str]:
         """Yield a line for each tensor with a write outside it."""
-        for memory, guard in zip(self.made, self._guards, strict=True):
-            touched = bits(memory) != POISON[memory.dtype.itemsize]
-            touched[guard:-guard] = False
-            if touched.any():
-                first = int(touched.nonzero()[0])
-                where = _distance(first, guard, len(memory) - guard - 1)
-                there, n = _value(memory[first]), f"{int(touched.sum()):,} elements"
-                yield f"memory {where} of a tensor that it made: found {there} (written outside, {n})"
+        for one in self._made:
+            yield from one.outside(poisoned(tuple(one.memory.shape), one.memory.dtype, one.memory.device))

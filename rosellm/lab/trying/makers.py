@@ -1,4 +1,4 @@
-"""Make the operands of a trial call of each kernel.
+"""Make the operands of a trial call of each kernel, by a function of its name.
 
 Operands are laid out as in the engine: heads are slices of one fused projection, positions and tables are
 columns of a device state, and some rows are inert where a kernel may meet such rows. Cache entries that must
@@ -57,7 +57,7 @@ def _caches(case: Case, draw: Draw, blocks: int, fill: Callable[[Tensor], None])
     return _given(draw, case.dtype, k_cache_layer=caches["k"], v_cache_layer=caches["v"])
 
 
-def _kv_append_identity_pos(case: Case, draw: Draw, inert: bool = True) -> Operands:
+def kv_append_identity_pos(case: Case, draw: Draw, inert: bool = True) -> Operands:
     """Return one token per row; index tensors continue past the batch with free blocks."""
     rows, all_rows = case.rows, case.rows + GUARD_ROWS
     _, key, value = _heads(case, draw, rows, "", "key_new", "value_new")
@@ -70,17 +70,17 @@ def _kv_append_identity_pos(case: Case, draw: Draw, inert: bool = True) -> Opera
     return _caches(case, draw, all_rows + 2, lambda cache: None) | news
 
 
-def _kv_append(case: Case, draw: Draw) -> Operands:
-    made = _kv_append_identity_pos(case, draw, inert=False)
+def kv_append(case: Case, draw: Draw) -> Operands:
+    made = kv_append_identity_pos(case, draw, inert=False)
     n = max(1, case.rows - case.option % 3)  # not all rows, in random order
     order = torch.cat((draw.order(case.rows), torch.zeros(GUARD_ROWS, dtype=torch.int64)))
     made["batch_idx"] = draw.name("batch_idx", draw.lay(order, torch.int32)[:n])
     return made | {"block_idx": made["block_idx"][:n], "pos": made["pos"][:n]}
 
 
-def _kv_append_full_batch(case: Case, draw: Draw) -> Operands:
+def kv_append_full_batch(case: Case, draw: Draw) -> Operands:
     pos = {"pos": int(draw.whole(0, case.block_size, 1))}
-    return _kv_append_identity_pos(case, draw, inert=False) | pos
+    return kv_append_identity_pos(case, draw, inert=False) | pos
 
 
 # Attention.
@@ -139,12 +139,12 @@ def _window(case: Case) -> int | None:
     return max(WINDOW, case.cached * 3 // 4) if case.option % 4 == 2 else None
 
 
-def _paged_attention_decode(case: Case, draw: Draw) -> Operands:
+def paged_attention_decode(case: Case, draw: Draw) -> Operands:
     made, lengths, _ = _attended(case, draw, least=0)
     return made | _given(draw, torch.int32, context_lens=lengths)
 
 
-def _append_and_attend(case: Case, draw: Draw) -> Operands:
+def append_and_attend(case: Case, draw: Draw) -> Operands:
     made, lengths, state = _attended(case, draw, least=-1)
     state.positions.copy_(lengths)
     pieces, stages = 0 if case.option % 2 else 2 * case.rows, 1 if case.heads == case.kv_heads else 2
@@ -168,7 +168,7 @@ def _rotary(case: Case, draw: Draw, kind: int) -> Rotary | None:
     return Rotary(cos_sin, q_norm, k_norm, EPS)
 
 
-def _prefill_attention(case: Case, draw: Draw) -> Operands:
+def prefill_attention(case: Case, draw: Draw) -> Operands:
     counts = draw.whole(1, 20, min(case.rows, 4))
     starts = draw.whole(0, 2 * case.block_size + 2, len(counts))
     starts[0], counts[-1] = case.cached, BLOCK_M + 3 if case.option % 3 == 1 else 2
@@ -181,14 +181,14 @@ def _prefill_attention(case: Case, draw: Draw) -> Operands:
     return made | {"tiles": tiles, "scale": case.head_dim**-0.5, "window": _window(case)}
 
 
-def _plan_attention(case: Case, draw: Draw) -> Operands:
+def plan_attention(case: Case, draw: Draw) -> Operands:
     state = draw.state(case.rows, 3)
     state.positions.copy_(_contexts(case, draw, least=-1))
     variant = Variant(16, pieces=(7, 2 * case.rows, 0)[case.option % 3], warps=1)
     return {"positions": state.positions, "variant": variant, "window": _window(case)}
 
 
-def _position_heads(case: Case, draw: Draw) -> Operands:
+def position_heads(case: Case, draw: Draw) -> Operands:
     rotary = _rotary(case, draw, max(1, case.option % 3))
     state = draw.state(case.rows, 3)
     state.positions.copy_(draw.whole(-1, case.positions, case.rows))
@@ -200,7 +200,7 @@ def _position_heads(case: Case, draw: Draw) -> Operands:
 # Between the GEMMs.
 
 
-def _embed(case: Case, draw: Draw) -> Operands:
+def embed(case: Case, draw: Draw) -> Operands:
     """Return operands in which the first row has the last token at the last position."""
     state, words = draw.state(case.rows, 3), max(VOCABULARY, case.outputs)
     places = min(case.positions, MOST_PLACES // case.width)
@@ -218,7 +218,7 @@ def _normal_rows(draw: Draw, rows: int, width: int) -> Tensor:
     return draw.normal(rows, width) * (0.5 + draw.normal(rows, 1).abs()) + draw.normal(rows, 1)
 
 
-def _add_norm(case: Case, draw: Draw) -> Operands:
+def add_norm(case: Case, draw: Draw) -> Operands:
     """Return fp32 partial sums, or a single one of x's dtype; options omit the sums, bias or shift."""
     parts, width, dtype = (1, 4, 0)[case.option % 3], case.width, case.dtype
     x, delta = _normal_rows(draw, case.rows, width), draw.normal(parts, case.rows, width) if parts else None
@@ -228,7 +228,7 @@ def _add_norm(case: Case, draw: Draw) -> Operands:
     return made | _given(draw, dtype, bias=bias, scale=scale, shift=shift) | {"eps": EPS}
 
 
-def _silu_mul(case: Case, draw: Draw) -> Operands:
+def silu_mul(case: Case, draw: Draw) -> Operands:
     return _given(draw, case.dtype, x=draw.normal(case.rows, 2 * case.width))
 
 
@@ -242,7 +242,7 @@ def _product(case: Case, draw: Draw, rows: int) -> Operands:
     return _given(draw, case.dtype, x=x, weight=weight, bias=bias)
 
 
-def _few_rows_linear(case: Case, draw: Draw) -> Operands:
+def few_rows_linear(case: Case, draw: Draw) -> Operands:
     rows, activation = min(case.rows, FEW_ROWS), ACTIVATIONS[case.option // 2 % 3]
     made = _product(case, draw, rows) | {"activation": activation}
     made["norm"] = _prologue(case, draw, made["weight"]) if case.option % 2 else None
@@ -260,7 +260,7 @@ def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
     return NormPrologue(scale, EPS, draw.put("norm.sums", sums, torch.float32), gain=2.0)
 
 
-def _some_rows_linear(case: Case, draw: Draw) -> Operands:
+def some_rows_linear(case: Case, draw: Draw) -> Operands:
     made, use = _product(case, draw, case.rows), case.option % 4
     if case.width % 256 == 0 and use == 3:
         return made | {"bias": None, "activation": "none", "parts": 4}
@@ -270,7 +270,7 @@ def _some_rows_linear(case: Case, draw: Draw) -> Operands:
 # The end of a step.
 
 
-def _best_tokens(case: Case, draw: Draw) -> Operands:
+def best_tokens(case: Case, draw: Draw) -> Operands:
     """Return hidden states each close to one weight row, so that no two logits nearly tie."""
     hidden, weight = draw.normal(case.rows, case.width), draw.normal(case.outputs, case.width)
     near = draw.whole(0, case.outputs, case.rows)
@@ -285,14 +285,14 @@ def _best_tokens(case: Case, draw: Draw) -> Operands:
     return made | settings | {"sampled": sampled}
 
 
-def _gumbel_noise(case: Case, draw: Draw) -> Operands:
+def gumbel_noise(case: Case, draw: Draw) -> Operands:
     state = draw.state(case.rows, 3)
     state.seeds.copy_(draw.whole(0, 1 << 62, case.rows))
     positions = draw.put("positions", draw.whole(0, case.positions, case.rows), torch.int32)
     return {"seeds": state.seeds, "positions": positions, "vocab_size": (case.width, 1025)[case.option % 2]}
 
 
-def _advance(case: Case, draw: Draw) -> Operands:
+def advance(case: Case, draw: Draw) -> Operands:
     """Return rows that continue, end by length, stop, or have no token, and inert ones; equal values tie.
 
     A large vocabulary has many tiles; for some rows the best is in the last one.
@@ -309,25 +309,3 @@ def _advance(case: Case, draw: Draw) -> Operands:
     made = _given(draw, torch.float32, values=values)
     made |= _given(draw, torch.int32, indices=draw.whole(0, tokens, case.rows, tiles))
     return {"state": state} | _given(draw, torch.int64, slots=draw.order(rows)[: case.rows]) | made
-
-
-READ_CACHE = {
-    "paged_attention_decode": _paged_attention_decode,
-    "kv_append": _kv_append,
-    "kv_append_full_batch": _kv_append_full_batch,
-    "kv_append_identity_pos": _kv_append_identity_pos,
-    "prefill_attention": _prefill_attention,
-    "position_heads": _position_heads,
-    "append_and_attend": _append_and_attend,
-    "plan_attention": _plan_attention,
-}
-MAKERS: dict[str, Callable[[Case, Draw], Operands]] = READ_CACHE | {
-    "gumbel_noise": _gumbel_noise,
-    "embed": _embed,
-    "add_norm": _add_norm,
-    "silu_mul": _silu_mul,
-    "few_rows_linear": _few_rows_linear,
-    "some_rows_linear": _some_rows_linear,
-    "best_tokens": _best_tokens,
-    "advance": _advance,
-}

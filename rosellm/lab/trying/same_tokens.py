@@ -8,8 +8,8 @@ from typing import Any
 
 from rosellm.errors import describe
 from rosellm.lab.records.bench import first_difference, forced_logits, make_prompts
+from rosellm.lab.trying.called_by import ROLES
 from rosellm.lab.trying.check_kernel import KernelError
-from rosellm.lab.trying.makers import READ_CACHE
 from rosellm.ladder.rungs import TritonAppend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
@@ -67,7 +67,7 @@ def same_tokens(
         runs = [(UNEQUAL, [GREEDY])]
         if not calls:  # only once: an interpreted run takes seconds
             runs.append((EQUAL, SAMPLED))
-            if READ_CACHE.keys() & replaced.keys():
+            if any(ROLES[one].name in ("attention", "append") for one in replaced):
                 runs.append(([min(context, model.config.n_positions - NEW_TOKENS)], [GREEDY]))
         for lengths, settings in runs:
             prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)

@@ -7,7 +7,6 @@ with it and must generate the tokens of the base rung; then the steps of both ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,9 +21,9 @@ from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_needed
-from rosellm.lab.records.machines import check_same_size, find_machines, name_of
+from rosellm.lab.records.machines import find_machines
 from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import REFERENCE, RecordError, Results, percent_change
+from rosellm.lab.records.records import REFERENCE, Results, percent_change
 from rosellm.lab.records.roles import Marked
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
 from rosellm.lab.trying.called_by import ROLES, refusal
@@ -70,7 +69,6 @@ class TriedRung:
     models: tuple[str, ...]
     calls: Mapping[str, int]
     results: Results
-    others: tuple[Results, ...] = ()
 
     def __str__(self) -> str:
         called = ", ".join(f"{name} {n:,} times" for name, n in self.calls.items())
@@ -111,35 +109,23 @@ class TriedRung:
     def ladder(self, workload: str = "W1") -> Chart:
         """Chart the recorded ladder's speeds relative to the base rung, and this rung's, measured here.
 
-        Includes the ladders of ``others`` relative to their own base rung. On a CPU this rung has a row
-        without a value: its ratio would say nothing about a GPU.
+        On a CPU this rung has a row without a value: its ratio would say nothing about a GPU.
         """
-        recorded = self._speeds(self.results, workload)
-        if self.base not in recorded:
+        steps = recorded_steps(self.results, workload)
+        if self.base not in steps:
             raise KernelError(
                 f"no step of {self.base} was recorded at {workload}: there is no ladder to stand on"
             )
         speeds: dict[str, float | None] = {}
-        for rung, speed in recorded.items():
-            speeds[rung] = speed
+        for rung, one in steps.items():
+            speeds[rung] = steps[self.base].us / one.us
             if rung == self.base:
                 speeds[self.name] = self._speed if self.model.device.type == "cuda" else None
-        beside: dict[str, dict[str, float]] = {name_of(one): {} for one in self.others}
-        for results in self.others:
-            with suppress(RecordError):
-                check_same_size(results, self.results, f"steps-{workload}")
-                beside[name_of(results)] = self._speeds(results, workload)
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
         )
-        return ladder_chart(speeds, f"× {self.base}", title=title, beside=beside)
-
-    def _speeds(self, results: Results, workload: str) -> dict[str, float]:
-        """Return each recorded rung's speed relative to the base rung's; {} if that was not recorded."""
-        steps = recorded_steps(results, workload)
-        known = steps if self.base in steps else {}
-        return {rung: steps[self.base].us / one.us for rung, one in known.items()}
+        return ladder_chart(speeds, f"× {self.base}", title=title)
 
     def show_ladder(self, workload: str = "W1") -> None:
         """Display :meth:`ladder`; print one line on a CPU, whose times do not belong on a GPU's ladder."""
@@ -229,7 +215,7 @@ def try_rung(
     draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one with
     grouped queries, greedily and with sampling: its tokens must equal the base rung's, and each kernel must
     be called. batch, context: of the steps that are then timed; a context of that many tokens is checked,
-    too. record: record folders to compare with, as in ``open_rung``.
+    too. record: folder of the ladder to compare with (of several, as in ``open_rung``, the last).
 
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
     unknown rung or a base that this device or model cannot run, or ParameterError.
@@ -240,7 +226,7 @@ def try_rung(
     check_launch(LADDER[base], transformer.device)
     LADDER[base].check_serves(transformer.config)
     check_parameters(transformer, batch=batch, prompt_tokens=context, new_tokens=room())
-    results, *others = find_machines(record)
+    *_, results = find_machines(record)
     sizes: dict[str, Any] = {"model": transformer.config, "dtype": transformer.dtype, "context": context}
     checks = (
         check_kernel(one, kernels[one], seed=seed, device=transformer.device, **sizes) for one in kernels
@@ -253,7 +239,7 @@ def try_rung(
     if _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
         served.setdefault(GROUPED_MODEL, grouped)
     calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))[model]
-    found = verdicts, tuple(served), calls, results, tuple(others)
+    found = verdicts, tuple(served), calls, results
     return TriedRung(name, base, transformer, ours, kernels, batch, context, *found)
 
 

@@ -187,7 +187,16 @@ def test_bad_requests_are_refused_in_one_line():
     for wrong, error, message in (
         ({"base": "nothing", **right}, RecipeError, "rung 'nothing' is unknown"),
         ({"base": "dependent_launch"}, KernelError, "no kernel to replace"),
-        ({"base": "dependent_launch", "norm": my_norm}, KernelError, "no kernel 'norm' to replace"),
+        (
+            {"base": "dependent_launch", "norm": my_norm},
+            KernelError,
+            "no kernel 'norm' to replace: there are ",
+        ),
+        (
+            {"base": "dependent_launch", "choose_filtered": my_norm},
+            KernelError,
+            "serves requests with filters",
+        ),
         ({"base": "dependent_launch", "add_norm": None}, KernelError, "add_norm=None cannot be called"),
         ({"base": "dependent_launch", **right, "batch": 0}, ParameterError, "batch is 0"),
         ({"base": "dependent_launch", **right, "context": 600}, ParameterError, "exceed the model's 512"),
@@ -201,17 +210,13 @@ def test_bad_requests_are_refused_in_one_line():
 
 
 def test_a_near_tie_of_greedy_logits_is_not_a_difference(monkeypatch):
-    from rosellm.lab.trying import same_tokens as tokens
-
-    model, other = (
-        get_model("rose-tiny", "cpu", "float32"),
-        {"add_norm": lambda **o: TORCH.add_norm(**o) * 1.5},
-    )
+    model = get_model("rose-tiny", "cpu", "float32")
+    other = {"add_norm": lambda **o: TORCH.add_norm(**o) * 1.5}
     ours = replace(TORCH, name="one by one")
     with pytest.raises(KernelError, match="new token"):
         same_tokens("mine", "fused_norm", ours, other, {"rose-tiny": model})
-    monkeypatch.setattr(tokens, "CLOSEST_CALL", 1e9)
-    monkeypatch.setattr(tokens, "SAMPLED", [tokens.GREEDY])
+    monkeypatch.setattr("rosellm.lab.trying.same_tokens.CLOSEST_CALL", 1e9)
+    monkeypatch.setattr("rosellm.lab.trying.same_tokens.SAMPLED", [{"temperature": 0.0}])
     assert same_tokens("mine", "fused_norm", ours, other, {"rose-tiny": model})["rose-tiny"]["add_norm"]
 
 

@@ -18,13 +18,14 @@ from tests.helpers import CPU, ON_GPU
 
 Kernel = Callable[..., Any]
 Planted = tuple[str, Kernel, str]
-IDENTITY, NORM, PAGED, FUSED = (
-    "kv_append_identity_pos",
-    "add_norm",
-    "paged_attention_decode",
+IDENTITY, NORM, PAGED = "kv_append_identity_pos", "add_norm", "paged_attention_decode"
+FUSED, PROMPTS, HEADS, FEW, SOME = (
     "append_and_attend",
+    "prefill_attention",
+    "position_heads",
+    "few_rows_linear",
+    "some_rows_linear",
 )
-PROMPTS, HEADS, FEW, SOME = "prefill_attention", "position_heads", "few_rows_linear", "some_rows_linear"
 HEAD, NEVER, VALUE = "best_tokens", r"cache_layer\[\d+, .*found poison.*never written", "wrong value"
 append, add_norm = TORCH.kv_append_identity_pos, TORCH.add_norm
 
@@ -48,12 +49,7 @@ def after(name: str, spoil: Callable[[Any, dict], Any], message: str = VALUE) ->
 def then(name: str, touch: Callable[[dict], Any], message: str) -> Planted:
     """The specification of ``name``, followed by ``touch(operands)``."""
 
-    def kernel(**operands):
-        result = getattr(TORCH, name)(**operands)
-        touch(operands)
-        return result
-
-    return name, kernel, message
+    return after(name, lambda result, o: (touch(o), result)[1], message)
 
 
 def only_if(operand: str, is_so: Callable[[Any], bool], planted: Planted) -> Planted:
@@ -110,9 +106,8 @@ def leaves_its_last_column(right, o):
 def by_the_wrong_group(*, k_new, v_new, q, **operands):
     h, kv = q.shape[1], k_new.shape[1]
     order = torch.arange(h).view(kv, h // kv).T.flatten()  # right where every head has its own keys
-    return TORCH.paged_attention_decode(q=q[:, order.argsort()], k_new=k_new, v_new=v_new, **operands)[
-        :, order
-    ]
+    q = q[:, order.argsort()]
+    return TORCH.paged_attention_decode(q=q, k_new=k_new, v_new=v_new, **operands)[:, order]
 
 
 def never_stops(*, state, **operands):
@@ -165,7 +160,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "leaves x": given(NORM, lambda o: {"x": o["x"].clone()}, r"x\[0, 0\]: found .*never written"),
     "no eps": given(NORM, lambda o: {"eps": 0.0}, r"the result\[0, \d+\]"),
-    "past its result": after(NORM, writes_past, r"memory 1 past the end of a tensor that it made: found 1 "),
+    "past its result": after(NORM, writes_past, r"memory 1 past the end of a tensor that it made: found 1, "),
     "leaves its last column": after(NORM, leaves_its_last_column, r"the result\[0, 0\]: found poison"),
     "between rows": then(  # the next row's query
         IDENTITY,
@@ -226,10 +221,14 @@ def first(most: int) -> Planted:
     return given(PAGED, lambda o: {"context_lens": o["context_lens"].clamp(max=most)})
 
 
+def first_columns(x: torch.Tensor, most: int) -> torch.Tensor:
+    """The others are zero."""
+    return x * (torch.arange(x.shape[-1], device=x.device) < most)
+
+
 def product_of(name: str, most: int) -> Planted:
     """The first columns of K only."""
-    zeroed = each(("x", "weight"), lambda x: torch.cat((x[:, :most], torch.zeros_like(x[:, most:])), dim=1))
-    return given(name, zeroed)
+    return given(name, each(("x", "weight"), lambda x: first_columns(x, most)))
 
 
 def moments_of(most: int) -> Planted:
@@ -248,14 +247,7 @@ def moments_of(most: int) -> Planted:
 def delta_of(most: int) -> Planted:
     """Adds the first columns only."""
 
-    def cut(delta):
-        return (
-            delta
-            if delta is None
-            else torch.cat((delta[..., :most], torch.zeros_like(delta[..., most:])), -1)
-        )
-
-    return given(NORM, each(("delta",), cut))
+    return given(NORM, each(("delta",), lambda x: None if x is None else first_columns(x, most)))
 
 
 def zero_beyond(name: str, most: int) -> Planted:
