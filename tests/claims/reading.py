@@ -1,9 +1,12 @@
-"""Figures as pages state them: read out of tables and sentences, to be compared with the records."""
+"""Figures as pages and notebooks state them: read out of tables and sentences."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
+
+import nbformat
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +39,24 @@ def falsified(text: str, at: int, end: int) -> str:
     """A page on which the number at ``at`` has another first digit."""
     first = next(i for i in range(at, end) if text[i].isdigit())
     return f"{text[:first]}{(int(text[first]) + 3) % 9 + 1}{text[first + 1 :]}"
+
+
+@cache
+def prose(number: str) -> str:
+    """All Markdown of the notebook of this number, on one line, without asterisks."""
+    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    cells = nbformat.read(path, 4).cells
+    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return re.sub(r"\s+", " ", text.replace("*", ""))
+
+
+def said(text: str, pattern: str) -> tuple[str, ...]:
+    """The groups of the one place where ``text`` says ``pattern``."""
+    found = list(re.finditer(pattern, text))
+    assert len(found) == 1, f"{len(found)} places say {pattern}"
+    return found[0].groups()
+
+
+def claim(number: str, pattern: str, *values: float) -> None:
+    """The groups of the one place where the notebook says ``pattern`` are these values, rounded as there."""
+    assert wrong(list(zip(values, said(prose(number), pattern), strict=True))) == []

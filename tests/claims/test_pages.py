@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 import pytest
 
@@ -19,6 +20,9 @@ from tests.claims.reading import ROOT, falsified, number, rows, wrong
 H200, H100 = find(), find("nvidia-h100-80gb-hbm3")
 RIVALS = _rivals_file()
 LEASE = RIVALS["one_lease_2026_11_26"]
+ATTENTION = prompt_attention.recorded(H200)
+READ_TB_S = max(H200.figures("ceilings", "read_TB_s"))
+STREAMS = [one.load("llama_1b_protocol")["figures"]["medians"] for one in (H200, H100)]
 MODELS = {
     "GPT-2 small": "gpt2",
     "Qwen3-0.6B": "qwen3-0.6b",
@@ -73,8 +77,7 @@ def single_streams(text: str) -> Claims:
 def recorded_streams(text: str) -> Claims:
     """The records of the protocol's command on an H200 and an H100."""
     told = re.findall(r"([\d.]+) µs per decode step and ([\d.]+) µs per token\s+\(\[record", text)
-    medians = [one.load("llama_1b_protocol")["figures"]["medians"] for one in (H200, H100)]
-    pairs = zip(medians, told, strict=True)
+    pairs = zip(STREAMS, told, strict=True)
     return [
         claim for one, said in pairs for claim in zip((one["decode_us"], one["call_us"]), said, strict=True)
     ]
@@ -84,21 +87,25 @@ def floor_speed(text: str) -> Claims:
     """The one ceiling that all floors rest on."""
     found = re.search(r"at ([\d.]+) TB/s", text)
     assert found
-    return [(max(H200.figures("ceilings", "read_TB_s")), found[1])]
+    return [(READ_TB_S, found[1])]
+
+
+@cache
+def ledgers(model: str) -> dict[tuple[int, int], Ledger]:
+    """The best rung's, by batch and context."""
+    if model == "GPT-2 small":
+        found = [Ledger.from_dict(one[BEST_RUNG]) for one in H200.figures("ledger").values()]
+    else:
+        found = list(load_exhibit("model_ladder").recorded_ledgers(H200, model).values())
+    return {(one.batch, round(one.context)): one for one in found}
 
 
 def steps_table(text: str) -> Claims:
     """Recorded ledgers of the best rung: the step, its floor, and what lies above the floor."""
-    ledgers: dict[str, dict[tuple[int, int], Ledger]] = {"GPT-2 small": {}}
-    recorded = [Ledger.from_dict(one[BEST_RUNG]) for one in H200.figures("ledger").values()]
-    ledgers["GPT-2 small"] = {(one.batch, round(one.context)): one for one in recorded}
-    for model in ("Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B"):
-        own = load_exhibit("model_ladder").recorded_ledgers(H200, model).values()
-        ledgers[model] = {(one.batch, round(one.context)): one for one in own}
     claims: Claims = []
     for model, size, *cells in rows(text, "steps"):
         batch, context = (int(number(one)) for one in size.split("×"))
-        ledger = ledgers[model][batch, context]
+        ledger = ledgers(model)[batch, context]
         roles = load_exhibit("roles_chart").by_role(ledger)
         above = [roles[name].us - (roles[name].floor_us or 0) for name in ("GEMM", "attention", "norm")]
         floor = ledger.floor_us or 0.0
@@ -108,11 +115,11 @@ def steps_table(text: str) -> Claims:
 
 def prompts_table(text: str) -> Claims:
     """Attention of whole prompts against two libraries, TFLOP/s."""
-    recorded, claims = prompt_attention.recorded(H200), []
+    claims: Claims = []
     for model, size, *cells in rows(text, "prompts"):
         tokens = size.split("×")[1].strip().replace(",", "")
-        speeds = prompt_attention.tflop_s(recorded[model][tokens])
-        assert f"{recorded[model][tokens]['prompts']} ×" in size
+        speeds = prompt_attention.tflop_s(ATTENTION[model][tokens])
+        assert f"{ATTENTION[model][tokens]['prompts']} ×" in size
         claims += zip([speeds[name] for name in ("rosellm", "FlashAttention", "cuDNN")], cells, strict=True)
     return claims
 

@@ -1,0 +1,213 @@
+"""Notebooks of arrivals, joined steps, replicas and plans: their figures are those recorded or simulated."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+
+import pytest
+
+from rosellm.cluster import router
+from rosellm.lab.records import arrivals, one_pass, two_gpus
+from rosellm.lab.records.records import find
+from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.scale import fitting, plan, step_model
+from rosellm.lab.scale.cluster import Fleet
+from rosellm.lab.scale.simulation import simulated_run
+from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from tests.claims.reading import claim, number, prose, said
+
+# 33
+
+
+RECORDED = arrivals.recorded_servers(find())
+QWEN3, GPT2 = ({run["share"]: run for run in RECORDED[name]["runs"]} for name in ("Qwen3-0.6B", "gpt2"))
+TTFT_MS, ITL_MS = map(number, said(prose("33"), r"(\d+) ms to the first token, (\d+) ms between"))
+
+
+@cache
+def simulated(name, share):
+    found = RECORDED[name]
+    (run,) = (run for run in found["runs"] if run["share"] == share)
+    times = ServingTimes.from_dict(found["times"])
+    return simulated_run(arrivals.arrivals_of(run["options"]), times, found["max_batch_size"])
+
+
+def test_queues_are_those_recorded_and_simulated():
+    both = QWEN3[0.95], simulated("Qwen3-0.6B", 0.95)
+    most = [max(one["queue_in_flight"]) for one in both]
+    claim("33", r"agree even at 95 %: (\d+) requests in the engine at most against (\d+), and never", *most)
+    claim("33", r"never more than (\d+) wait", max(max(one["queue_waiting"]) for one in both))
+    waits = [max(one["queue_waiting"]) for s in (0.8, 0.95) for one in (GPT2[s], simulated("gpt2", s))]
+    words = r"up to (\d+) waiting and .*? (\d+); at 95 % the record has (\d+) and the simulation (\d+)\."
+    claim("33", words, *waits)
+
+
+def test_the_simulation_is_as_near_to_the_record_as_said_where_it_is_trusted():
+    words = r"The simulation is within (\d+) % of these medians and of the 95th percentiles"
+    (percent,) = said(prose("33"), words)
+    keys = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
+    apart = [abs(simulated("Qwen3-0.6B", s)[key] / QWEN3[s][key] - 1) for s in QWEN3 for key in keys]
+    assert round(100 * max(apart)) == number(percent)
+    ms = simulated("gpt2", 0.95)["ttft_p95_s"] * 1e3
+    claim("33", r"the simulation, which says (\d+) ms, is wrong", ms)
+
+
+def test_latencies_and_capacities_are_those_recorded():
+    words = r"95 % of its (\d+) requests .*TTFT rises from (\S+) to (\S+) ms, .* from (\S+) to (\S+) ms, and"
+    values = [RECORDED["Qwen3-0.6B"]["capacity_req_s"]]
+    values += [QWEN3[s][key] * 1e3 for key in ("ttft_p50_s", "itl_p50_s") for s in (0.5, 0.95)]
+    claim("33", words, *values)
+    words = r"between 80 and 95 % of (\d+) requests per second:.* one request in twenty waits (\d+) ms"
+    claim("33", words, RECORDED["gpt2"]["capacity_req_s"], GPT2[0.95]["ttft_p95_s"] * 1e3)
+
+
+def test_gpt2s_decode_steps_are_as_short_as_said():
+    times = ServingTimes.from_dict(RECORDED["gpt2"]["times"])
+    values = [times.decode(rows, rows * 250, 500) * 1e3 for rows in (1, 256)]
+    claim("33", r"decode steps are so short, (\S+) to (\S+) ms", *values)
+
+
+def test_the_knees_are_where_the_records_keep_and_break_the_limits():
+    def keeps(run):
+        tight = run["within_limits_share"] == 1 and TTFT_MS >= 100 and ITL_MS >= 20
+        return tight and run["ttft_p95_s"] * 1e3 <= TTFT_MS
+
+    assert [keeps(QWEN3[share]) for share in (0.5, 0.8, 0.95)] == [True, True, True]
+    assert [keeps(GPT2[share]) for share in (0.5, 0.8, 0.95)] == [True, True, False]
+    assert GPT2[0.95]["ttft_p95_s"] * 1e3 > TTFT_MS
+    assert all(list(one["limits_s"]) == [0.1, 0.02] for one in RECORDED.values())
+
+
+def test_a_long_prompts_figures_are_those_recorded():
+    found = arrivals.recorded_long_prompt(find())["Qwen3-0.6B"]
+
+    def ms(way, key):
+        return found[way][key] * 1e3
+
+    p99, wait = "itl_beside_p99_s", "long_prompt_ttft_s"
+    words = r"a gap of (\S+) ms\. .*gaps of at most (\S+) ms, and the prompt waits (\d+) ms .* of (\d+)\."
+    ways = ("whole", p99), ("chunked", p99), ("chunked", wait), ("whole", wait)
+    claim("33", words, *(ms(*one) for one in ways))
+    words = r"([\d,]+) ms with chunks of 128, ([\d,]+) ms .* of 32, .*\(([\d.]+) ms against ([\d.]+)\)"
+    values = [ms(f"chunks of {n}", wait) for n in (128, 32)]
+    claim("33", words, *values, *(ms(f"chunks of {n}", "itl_beside_p50_s") for n in (32, 128)))
+    apart = [ms(way, "itl_apart_p50_s") for way in ("chunks of 32", "whole")]
+    words = r"shorter than usual, ([\d.]+) ms: .*\(([\d.]+) ms against about ([\d.]+)\)"
+    claim("33", words, ms("whole", "itl_beside_p50_s"), *apart)
+    assert ms("whole", p99) > ITL_MS > ms("chunked", p99)
+    assert ms("chunked", wait) < TTFT_MS < ms("chunks of 128", wait)
+    saved = [100 * (1 - ms(f"joined, {way}", wait) / ms(way, wait)) for way in ("chunked", "chunks of 32")]
+    claim("33", r"the prompt waits (\d+) to (\d+) % less", *saved)
+    assert 5.5 < ms("whole", wait) / ms("whole", "itl_beside_mean_s") < 6.5
+
+
+# 34
+
+
+FOUND = one_pass.recorded(find())["gpt2"]
+SLOWER = {
+    (rows, tokens): 100 * (joined / apart - 1)
+    for rows, tokens, apart, joined, _ in one_pass.beside_rows(FOUND)
+}
+
+
+def test_a_joined_step_is_slower_by_what_was_recorded():
+    own = [one for (rows, _), one in SLOWER.items() if rows >= 64]
+    for words, found in (
+        (r"with one prompt in it takes (\d+) to (\d+) % longer", SLOWER.values()),
+        (r"at every size: (\d+) to (\d+) % slower", SLOWER.values()),
+        (r"the step takes (\d+) to (\d+) % longer although", own),
+    ):
+        claim("34", words, min(found), max(found))
+    assert min(SLOWER.values()) > 0
+
+
+def test_a_pass_has_as_many_us_of_gemms_as_said():
+    (us,) = said(prose("34"), r"whose GEMMs alone take about (\d+) µs")
+    recorded = load_exhibit("spared_passes").recorded_products()
+    assert all(abs(recorded[rows] / number(us) - 1) < 0.15 for rows in (128, 256, 512))
+
+
+def test_a_long_prompts_waits_are_those_recorded_and_overlap():
+    waits = {
+        (way, kind): [run["long_prompt_ttft_s"] * 1e3 for run in FOUND["long_prompt"][way][kind]["repeats"]]
+        for way in ("apart", "joined")
+        for kind in ("chunked", "whole")
+    }
+    values = [median(waits[way, kind]) for kind in ("chunked", "whole") for way in ("joined", "apart")]
+    words = r"\(([\d.]+) against ([\d.]+) ms in chunks, ([\d.]+) against ([\d.]+) ms whole\)"
+    claim("34", words, *values)
+    claim("34", r"one joined run waited ([\d.]+) ms", max(wait for runs in waits.values() for wait in runs))
+    assert all(max(waits["joined", k]) > min(waits["apart", k]) for k in ("chunked", "whole"))
+    assert one_pass.verdict_of(FOUND).sign == 0
+
+
+# 36
+
+
+def test_two_replicas_serve_as_much_as_recorded():
+    ((sides,),) = (runs.values() for runs in two_gpus.recorded_runs(find(), kind="replicas").values())
+    speeds = two_gpus.speeds(sides)
+    words = r"Two replicas serve ([\d.]+) times as many tokens of W8"
+    claim("36", words, speeds["2"] / speeds["1"])
+
+
+def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
+    new = [400 if i % 2 else 20 for i in range(64)]
+    own = router.Router(window=10**9, known_blocks=10**6)
+    for replica in range(2):
+        own.add(replica)
+    for i, length in enumerate(new):
+        own.submit(router.Routed(i, 1, length))
+    given = own.assign()
+    counted = [[new[i] for replica, i in given if replica == one] for one in range(2)]
+
+    def steps(parts: list[list[int]]) -> int:
+        slots = [[0] * 32 for _ in parts]
+        for part, own in zip(parts, slots, strict=True):
+            for length in part:
+                own[own.index(min(own))] += length
+        return max(map(max, slots))
+
+    words = r"at 32 slots it takes (\d+) steps against (\d+) of round robin"
+    claim("36", words, steps(counted), steps([new[::2], new[1::2]]))
+    assert max(map(len, counted)) > 32
+
+
+# 37
+
+
+RUNS = fitting.read_runs(find())
+LLAMA = next(run.cut for run in RUNS if run.model == "Llama-3.1-8B")
+STEPS = step_model.StepModel(LLAMA, fitting.fit(RUNS))
+LONG = plan.Traffic(long=(8000, 16000), long_share=0.03)
+LIMITS = plan.Limits(0.2, 0.05, lambda tokens: STEPS.prefill(1, tokens))
+FLEET = Fleet(8, STEPS, config=SchedulerConfig(prefill_chunk=1024))
+
+
+def test_prefills_and_steps_take_what_is_said():
+    longest, *shorter = (STEPS.prefill(1, tokens) * 1e3 for tokens in (16_000, 8000, 1024))
+    claim("37", r"on an idle GPU, (\d+) ms for 16,000 tokens", longest)
+    words = r"of 8,000 tokens takes (\d+) ms .*1,024: (\d+) ms, beside a decode step of at most (\d+) ms"
+    claim("37", words, *shorter, STEPS.decode(256, 256 * 512) * 1e3)
+
+
+@pytest.fixture(scope="module")
+def each_s():
+    return plan.capacity(FLEET, LONG)
+
+
+def share(fleet, each_s, router, load=0.8, each=plan.EACH):
+    return 100 * LIMITS.share(plan.serve(fleet, LONG, load * each_s, router, each))
+
+
+def test_routers_keep_the_limits_for_the_shares_said(each_s):
+    words = r"tokens keeps .* for (\d+) % .*requests for (\S+) %, .* nothing for (\S+) to (\S+) %: their"
+    ways = ("fewest tokens", "fewest requests", "round robin", "at random")
+    claim("37", words, *(share(FLEET, each_s, way, each=2 * plan.EACH) for way in ways))
+    claim("37", r"keeps them for (\S+) % only", share(Fleet(8, STEPS), each_s, "fewest tokens"))
+    many = Fleet(64, STEPS, config=FLEET.config, report_s=0.2)
+    words = r"64 replicas keep the limits for (\d+) % of the requests at 90 %"
+    claim("37", words, share(many, each_s, "by host", 0.9, each=10))
