@@ -1,4 +1,6 @@
-"""The picture of a pool of blocks over time."""
+"""A pool of blocks: its tables fit, every block has one owner at each moment, all that happens is drawn."""
+
+from __future__ import annotations
 
 import json
 
@@ -6,6 +8,10 @@ import pytest
 
 from rosellm.lab.figures.charts import PLOTLY, Chart, ChartError, bundle
 from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from tests.helpers import random_model, random_prompts, small_engine
 
 pool_over_time = load_exhibit("pool").pool_over_time
 
@@ -25,11 +31,8 @@ def pool(steps: int = 12, **changes) -> Chart:
 def test_a_pool_is_stacked_from_the_oldest_request_to_the_prefix_cache():
     chart = pool()
     bands = [one for one in chart.data if one.stackgroup]
-    assert [(one.name, one.y[2]) for one in bands] == [
-        ("request 1", 2),
-        ("request 2", 3),
-        ("prefix cache", 2),
-    ]
+    held = {one.name: one.y[2] for one in bands}
+    assert list(held.items()) == [("request 1", 2), ("request 2", 3), ("prefix cache", 2)]
     assert len({one.fillcolor for one in bands}) == 3
     assert [(one.text, one.y) for one in chart.layout.annotations] == [("1", 1), ("2", 3)]
     assert chart.table.splitlines()[-1].split()[-2:] == ["7", "2"]
@@ -64,3 +67,76 @@ def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():
 def test_a_pool_that_does_not_fit_is_refused(steps, changes, told):
     with pytest.raises(ChartError, match=told):
         pool(steps, **changes)
+
+
+PoolLog = load_exhibit("pool_log").PoolLog
+
+PROMPTS = random_prompts([3, 9, 1, 17, 8, 5], seed=3)
+
+
+def logged(prompts: list[list[int]], max_tokens: int = 20, **options) -> PoolLog:
+    scheduler = OnlineScheduler(small_engine(random_model(0), **options))
+    log = PoolLog(scheduler)
+    scheduler.add_requests(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    return log
+
+
+@pytest.mark.parametrize(("rung", "prefix_cache"), [("dense", False), (BEST_RUNG, False), (BEST_RUNG, True)])
+def test_at_every_moment_each_block_is_free_or_somebodys(rung, prefix_cache):
+    log = logged(PROMPTS, recipe=rung, num_kv_blocks=8, prefix_cache=prefix_cache).run()
+    for moment in log.moments:
+        assert sum(moment.requests.values()) + moment.cached + moment.lost + moment.free == 8
+        assert moment.lost == 0 <= min(moment.cached, moment.free)
+    assert log.moments[0].free == 8 and log.moments[1].requests
+    assert any(moment.cached for moment in log.moments) == prefix_cache
+
+
+@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
+def test_it_counts_the_preemptions_and_ends_that_the_scheduler_does(rung):
+    log = logged(PROMPTS, recipe=rung, num_kv_blocks=5).run()
+    assert log.count("preempted") == log.scheduler.preemptions > 0
+    assert log.count("finished") == len(PROMPTS) and log.count("cancelled") == log.count("failed") == 0
+    preempted = [one for one in log.happenings if one.kind == "preempted"]
+    assert "request 1" not in {one.who for one in preempted}, "the oldest is never preempted"
+
+
+def test_evicted_prefixes_are_told_with_their_length():
+    log = logged([[i] * 12 for i in range(3)], max_tokens=1, num_kv_blocks=8, prefix_cache=True).run()
+    assert log.moments[-1].cached == 6
+    log.scheduler.add_requests([[7], [8]], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    log.run()
+    assert {one.who for one in log.happenings if one.kind == "evicted"} == {"a prefix of 12 tokens"}
+    assert log.count("evicted") >= 2 and log.count("preempted") == 0
+
+
+def test_cancelled_and_failed_requests_are_told_from_finished_ones(monkeypatch):
+    log = logged(PROMPTS[:3])
+    log.scheduler.step()
+    log.note()
+    log.scheduler.cancel(2)
+    log.scheduler.take_result(2)
+    monkeypatch.setattr(log.engine, "begin_decode", lambda _sequences: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        log.scheduler.step()
+    log.note()
+    ends = [(one.moment, one.kind, one.who) for one in log.happenings]
+    assert ends == [(2, "failed", "request 1"), (2, "cancelled", "request 2"), (2, "failed", "request 3")]
+    assert log.moments[-1].free == log.engine.num_kv_blocks
+
+
+_blocks = load_exhibit("blocks")
+DiagramError, block_pool = _blocks.DiagramError, _blocks.block_pool
+
+
+@pytest.mark.parametrize(
+    "tables, lengths, message",
+    [
+        ({"A": [6]}, {"A": 1}, "A has block 6, but the pool has blocks 0 to 5"),
+        ({"A": [0]}, {}, "the length of A is missing: there are none"),
+        ({"A": [0]}, {"A": 65}, "A: 65 tokens do not fill 1 blocks of 64"),
+        ({"A": [0, 1]}, {"A": 64}, "A: 64 tokens do not fill 2 blocks of 64"),
+    ],
+)
+def test_a_pool_that_contradicts_its_tables_is_refused(tables, lengths, message):
+    with pytest.raises(DiagramError, match=message):
+        block_pool(tables, 6, lengths, 64, "t")
