@@ -29,7 +29,6 @@ PROCESSES = {  # files whose tests each run processes of their own
 }
 LONG = PROCESSES | {
     "test_dependent_launch.py",
-    "test_machine_folder.py",
     "test_replicas.py",
     "test_sweep_on_ray.py",
     "test_packaging.py",

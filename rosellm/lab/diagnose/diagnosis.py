@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from textwrap import wrap
 from typing import Any
 
 from rosellm import LLM
 from rosellm.environment import environment
-from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings, other_load
+from rosellm.lab.diagnose.ceilings import other_load
 from rosellm.lab.diagnose.profile import Profile, profile_of
 from rosellm.lab.diagnose.rules import Finding, findings, percent
 from rosellm.lab.diagnose.steps import EngineSteps, Steps, SubjectError, TransformersSteps
-from rosellm.lab.diagnose.trials import MOST_SPREAD, WHEN_BUSY, Trial, candidates_for, try_all, undisturbed
+from rosellm.lab.diagnose.trials import WHEN_BUSY, Trial, candidates_for, try_all
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import MOST_STRETCHED
 from rosellm.lab.records.records import number
@@ -105,26 +104,11 @@ def diagnose(
     if candidates:
         progress(f"trying in turns: {', '.join(candidates)}")
     tried, refused = try_all(steps, candidates)
-    busy = busy or _why_busy(profile.ceilings, work, tried) or other_load(work.device)
+    if disturbed := [trial.spread for trial in tried if trial.is_disturbed]:
+        busy = f"the same steps took up to {number(max(disturbed))} times as long, however often repeated"
+    busy = busy or other_load(work.device)
     told = (*_undetermined(steps, profile, found, ours), *(f"{name}: {why}" for name, why in refused.items()))
     return Diagnosis(profile, found, tried, told, environment(work.device)["device_name"], busy)
-
-
-def _why_busy(before: Ceilings, work: Any, tried: Sequence[Trial]) -> str:
-    """Describe the evidence that other work ran during the measurement, or return ""."""
-    if disturbed := [trial.spread for trial in tried if trial.is_disturbed]:
-        return f"the same steps took up to {number(max(disturbed))} times as long, however often repeated"
-    measure = partial(find_ceilings, work.device, work.dtype, work.read_bytes)
-    return _difference(before, undisturbed(measure, partial(_difference, before)))
-
-
-def _difference(before: Ceilings, after: Ceilings) -> str:
-    """Describe a large difference between two measurements of the ceilings, or return ""."""
-    for name, attribute in (("reads", "read_bytes_per_us"), ("multiplies", "flops_per_us")):
-        slow, fast = sorted(getattr(one, attribute) for one in (before, after))
-        if fast > MOST_SPREAD * slow:
-            return f"it {name} {number(fast / slow)} times as fast at one moment as at another"
-    return ""
 
 
 def steps_of(subject: Any, batch: int, context: int) -> Steps:

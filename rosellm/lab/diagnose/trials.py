@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TypeVar
 
 import torch
 
@@ -27,7 +26,6 @@ MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype
 MOST_RUNGS = 3
 
 Make = Callable[[], Steps]
-Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,11 @@ def try_in_turns(before: Steps, after: Steps) -> Trial:
     """Run both sides ``TURNS`` times in alternation, after a warm-up run of each; repeat if disturbed."""
     for side in (before, after):
         mean_us(side)
-    return undisturbed(lambda: _in_turns(before, after), lambda trial: trial.is_disturbed)
-
-
-def undisturbed(measure: Callable[[], Measured], is_disturbed: Callable[[Measured], object]) -> Measured:
-    """Return the first measurement that is not disturbed, or the last of ``ATTEMPTS``."""
-    for _ in range(ATTEMPTS - 1):
-        if not is_disturbed(found := measure()):
-            return found
-    return measure()
+    for _ in range(ATTEMPTS):
+        trial = _in_turns(before, after)
+        if not trial.is_disturbed:
+            break
+    return trial
 
 
 def _in_turns(before: Steps, after: Steps) -> Trial:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 COPIED = "copied.json"
-OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 
 def working_copy(source: Path, folder: Path) -> list[str]:
@@ -41,20 +40,14 @@ def working_copy(source: Path, folder: Path) -> list[str]:
     return kept
 
 
-def settings(folder: Path) -> Path:
-    """Create a folder of JupyterLab defaults (no prompt about news), which users' own settings override."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "overrides.json").write_text(json.dumps(OVERRIDES))
-    return folder
-
-
 def options(root: Path) -> list[str]:
-    """Return JupyterLab's options: this machine only, open the working copy, allow root."""
+    """Return JupyterLab's options: this machine only, open the working copy, no news, allow root."""
     chosen = [
         "--ip=127.0.0.1",
         f"--ServerApp.root_dir={root}",
         "--LabApp.default_url=/lab/tree/build/lab/notebooks",
-        f"--LabApp.app_settings_dir={settings(root / 'build/lab/settings')}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     return [*chosen, "--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else chosen
 

@@ -1,6 +1,5 @@
-"""The working copy that JupyterLab opens, its settings, and the way out."""
+"""The working copy that JupyterLab opens, its options, and the way out."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,8 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from jupyterlab_server.settings_utils import get_settings
+from jupyterlab.handlers.announcements import NeverCheckForUpdate
+from jupyterlab.labapp import LabApp
 
 from rosellm.lab.running import open_lab
 
@@ -53,19 +53,12 @@ def test_an_edited_file_is_kept_and_the_others_follow_the_committed_ones(source,
 def test_lab_opens_the_copy_on_this_machine_only_also_for_root(user, allowed, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     options = open_lab.options(tmp_path)
-    assert "--ip=127.0.0.1" in options and "--LabApp.default_url=/lab/tree/build/lab/notebooks" in options
     assert ("--allow-root" in options) == allowed
     assert not any(word in " ".join(options) for word in ("token", "password", "xsrf", "origin"))
-
-
-def test_jupyterlab_takes_the_settings_and_does_not_ask_about_news(tmp_path):
-    schemas = Path(sys.prefix) / "share/jupyter/lab/schemas"
-    name = "@jupyterlab/apputils-extension:notification"
-
-    overrides = json.loads((open_lab.settings(tmp_path) / "overrides.json").read_text())
-    found, _ = get_settings(str(tmp_path), str(schemas), str(tmp_path), name, overrides=overrides)
-    properties = found["schema"]["properties"]
-    assert properties["fetchNews"]["default"] == "false" and properties["checkForUpdates"]["default"] is False
+    app = LabApp()
+    app.parse_command_line(options)
+    assert "--ip=127.0.0.1" in options and app.default_url == "/lab/tree/build/lab/notebooks"
+    assert app.news_url is None and app.check_for_updates_class is NeverCheckForUpdate
 
 
 @pytest.mark.parametrize("name", COMMANDS)

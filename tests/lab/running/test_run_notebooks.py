@@ -1,17 +1,15 @@
 """The batch runner, on notebooks made here that import nothing heavy."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import nbformat
@@ -26,6 +24,7 @@ from rosellm.lab.running.run_notebooks import check_parameters, parse_parameters
 from tests.roseinfer.ranks import is_running
 
 ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-m", "rosellm.lab.running.run_notebooks"]
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 TRANSPORT = "ipc" if sys.platform == "linux" else "tcp"  # whose port another process may take
 FILES = {"gallery.json", "index.html", "pages.js", "plotly.min.js"}
@@ -55,8 +54,8 @@ def main(arguments: list[str]) -> int:
 
 
 def printed(path: Path) -> str:
-    notebook = nbformat.read(path, as_version=4)
-    return "".join(o.text for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "stream")
+    outputs = [o for cell in nbformat.read(path, 4).cells for o in cell.get("outputs", [])]
+    return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
 def wait_until(condition, seconds: float = 100.0) -> bool:
@@ -64,6 +63,15 @@ def wait_until(condition, seconds: float = 100.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()
+
+
+def family_of(pid: int) -> list[int]:
+    """All descendants of a process."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def none_runs(pids: list[int]) -> bool:
+    return wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.fixture
@@ -202,7 +210,7 @@ class TestRun:
             assert outcome.error == f"not done after {seconds} s"
             if note.exists():
                 break
-        assert wait_until(lambda: not any(map(is_running, map(int, note.read_text().split()))))
+        assert none_runs([int(pid) for pid in note.read_text().split()])
 
     @pytest.mark.slow
     def test_two_notebooks_run_at_the_same_time(self, folder, build):
@@ -254,7 +262,7 @@ def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_one_thread_
     save(folder, "a", source, "from tqdm import tqdm\nfor _ in tqdm(range(3)):\n    pass")
     paths = {"JUPYTER_PATH": str(tmp_path / "path"), "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "rosellm.lab.running.run_notebooks", *command],
+        [*COMMAND, *command],
         cwd=ROOT,
         env=os.environ | paths | {"OMP_NUM_THREADS": "7"},
         capture_output=True,
@@ -263,53 +271,24 @@ def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_one_thread_
     )
     assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
     assert printed(build / "a.ipynb").startswith(f"{sys.executable} {folder} 1 {TRANSPORT}\n")
-    assert {path.name for path in tmp_path.iterdir()} <= {
-        "path",
-        "home",
-        "notebooks",
-        "build",
-        "torchinductor_root",
-    }
+    left = {path.name for path in tmp_path.iterdir()} - {"torchinductor_root"}
+    assert left == {"path", "home", "notebooks", "build"}
 
 
 @pytest.mark.slow
 class TestInterrupted:
     """Stopped by signals as a terminal, a service manager or an impatient user sends them."""
 
-    @pytest.fixture
-    def make(self, folder: Path, tmp_path: Path):
-        """``make notebooks`` in a session of its own, as in a terminal; what is left of it goes at last."""
-        if shutil.which("make") is None:
-            pytest.skip("make is not installed")
+    def make(self, folder: Path, *variables: str) -> subprocess.Popen:
+        """``make notebooks`` in a session of its own, as in a terminal."""
         for name, age in (("pyproject.toml", 100), ("installed", 0)):
-            (tmp_path / name).touch()
-            os.utime(tmp_path / name, (time.time() - age,) * 2)
+            (folder / name).touch()
+            os.utime(folder / name, (time.time() - age,) * 2)
         command = ["make", "-f", str(ROOT / "Makefile"), f"PY={sys.executable}", "STAMP=installed"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RUN_ID": str(tmp_path)}
-        options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
-        started = []
-
-        def start(*variables: str) -> subprocess.Popen:
-            line = [*command, "notebooks", *variables]
-            started.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, **options))
-            return started[-1]
-
-        yield start
-        for process in [*started, *self.running(tmp_path)]:
-            process.kill()
-            process.wait()
-
-    def running(self, tmp_path: Path) -> list[psutil.Process]:
-        """Whatever descends from a run in this folder: the environment is handed down."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("RUN_ID") == str(tmp_path):
-                    found.append(process)
-        return found
-
-    def nothing_runs(self, tmp_path: Path) -> bool:
-        return wait_until(lambda: not self.running(tmp_path))
+        options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
+        return subprocess.Popen(
+            [*command, "notebooks", *variables], stderr=subprocess.PIPE, text=True, **options
+        )
 
     def is_whole(self, build: Path) -> bool:
         """No file that is hidden or half there; every notebook has its page and its card."""
@@ -325,15 +304,16 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_at_make_publishes_what_is_finished_and_the_next_run_works(
-        self, folder, tmp_path, build, make, number
+        self, folder, tmp_path, build, number
     ):
         """A terminal sends Ctrl-C to all its processes, a service manager SIGTERM to make alone."""
         note = tmp_path / "note"
         save(folder, "00_done", "print('done')")
         endless = save(folder, "01_endless", WAITS.format(note=str(note)))
         save(folder, "02_never", "print('never')")
-        process = make("WORKERS=1")
+        process = self.make(tmp_path, "WORKERS=1")
         assert wait_until(note.exists)
+        family = family_of(process.pid)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # users press it twice
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
@@ -341,7 +321,7 @@ class TestInterrupted:
         assert process.returncode != 0 and "Traceback" not in err
         told = f"interrupted by {number.name}: finished 00_done; not finished 01_endless, 02_never"
         assert err.count("interrupted by") == 1 and told in err.splitlines(), err
-        assert self.nothing_runs(tmp_path)
+        assert none_runs(family)
         assert self.is_whole(build) and printed(build / "00_done.ipynb") == "done\n"
         assert not (build / "01_endless.ipynb").exists() and not (build / "02_never.ipynb").exists()
         save(folder, endless.stem, "print('now')")
@@ -372,18 +352,16 @@ class TestInterrupted:
             assert told.endswith(f"finished {', '.join(sorted(finished)) or 'none'}; not finished {rest}")
         assert wait_until(lambda: psutil.Process().children() == before) and self.is_whole(build)
 
-    def test_when_the_command_is_killed_its_kernels_end(self, folder, tmp_path, build):
+    def test_when_the_command_is_killed_its_kernels_end(self, folder, tmp_path, build, command):
         note = tmp_path / "note"
         source = f"import os, time\nopen({str(tmp_path / 'half')!r}, 'w').write(str(os.getpid()))\n"
         source += f"os.rename({str(tmp_path / 'half')!r}, {str(note)!r})\ntime.sleep(100)"
-        process = multiprocessing.get_context("spawn").Process(
-            target=run, args=([save(folder, "a", source)], build)
-        )
-        process.start()
+        save(folder, "a", source)
+        process = subprocess.Popen([*COMMAND, *command], cwd=ROOT)
         assert wait_until(note.exists)
-        family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        family = family_of(process.pid)
         assert int(note.read_text()) in family
         process.kill()
-        process.join()
-        assert wait_until(lambda: not any(map(is_running, family)))
+        process.wait()
+        assert none_runs(family)
         assert list(build.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from time import process_time
 
 import numpy as np
 import pytest
@@ -83,35 +82,9 @@ def first_failure(failures: Failures) -> float:
     return np.random.default_rng(failures.seed).exponential(failures.mean_s)
 
 
-def test_a_failing_host_takes_all_its_replicas_and_delays_requests() -> None:
-    arrivals = poisson(400, rate=2.0)
-    calm, stormy = (run(arrivals, n=8, failures=one) for one in (NEVER, Failures(60.0, 20.0, together=4)))
-    assert stormy.failures > 2 and max(one.attempts for one in stormy.requests) > 1
-    assert stormy.ttft(99) > 2 * calm.ttft(99)
-
-
 def test_replicas_none_of_which_lasts_are_refused() -> None:
     with pytest.raises(RoseError, match="given to 100 replicas, and none lasted"):
         run([Arrival(0.0, 60, 9)], n=1, failures=Failures(1e-3, load_s=0.0))
-
-
-@pytest.mark.slow
-def test_counting_tokens_or_requests_beats_chance_on_unequal_requests() -> None:
-    random = np.random.default_rng(1)
-    lengths = random.choice([1, 60], size=(2000, 2), p=[0.8, 0.2]).tolist()
-    arrivals = [Arrival(t, *both) for t, both in zip(poisson_times(0.7, 2000, 1), lengths, strict=True)]
-    p99 = {name: run(arrivals, n=8, router=name).ttft(99) for name in ROUTERS}
-    assert p99["fewest tokens"] < p99["at random"] and p99["fewest requests"] < p99["at random"]
-
-
-@pytest.mark.slow
-def test_a_thousand_replicas_are_simulated_in_seconds() -> None:
-    lengths = np.random.default_rng(0).integers(16, 65, size=(5_000, 2)).tolist()
-    times = ServingTimes((1, 256), ((0.004, 0.0, 0.0), (0.008, 0.0, 0.0)), (0.0, 0.0), (0.005, 0.0, 2e-5))
-    arrivals = [Arrival(t, *b) for t, b in zip(poisson_times(40_000, 5_000, 0), lengths, strict=True)]
-    start = process_time()
-    outcome = simulate_cluster(arrivals, Fleet(1000, times), ROUTERS["by host"]())
-    assert process_time() - start < 20 and len(outcome.requests) == 5_000
 
 
 def assigned(router, numbers: range, n_new: int = 1) -> list[tuple[int, int]]:
