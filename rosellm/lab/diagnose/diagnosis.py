@@ -78,7 +78,6 @@ def diagnose(
     *,
     batch: int = 8,
     context: int = 256,
-    trials: bool = True,
     ours: Load | None = None,
     progress: Callable[[str], object] = lambda stage: None,
 ) -> Diagnosis:
@@ -87,9 +86,9 @@ def diagnose(
     subject: an ``LLM`` or ``Engine`` (a fresh engine of its recipe shares its weights), a causal language
     model of transformers (its own ``generate`` is run), or ``Steps``, such as a ``Loop`` over your own code.
     batch: sequences per step, and context: cached tokens per sequence, both with seeded random prompts;
-    ``Steps`` bring their own. trials: False to try no remedies. Nothing is tried for a ``Loop``: compare it
-    with a modified one (``trials.try_in_turns``). ours: loads transformers' checkpoint into our model; by
-    default from where transformers loaded it. progress: called with each stage before it starts.
+    ``Steps`` bring their own. Nothing is tried for a ``Loop``: compare it with a modified one
+    (``trials.try_in_turns``). ours: loads transformers' checkpoint into our model; by default from where
+    transformers loaded it. progress: called with each stage before it starts.
 
     If the machine is busy at the start, no remedy is tried. Raises ``SubjectError``, ``PromptError`` or
     ``LedgerError``.
@@ -100,7 +99,7 @@ def diagnose(
     progress(f"measuring this machine, then profiling steps of {steps.name}")
     profile = profile_of(steps)
     found = findings(profile)
-    candidates = candidates_for(steps, found, ours) if trials and not busy else {}
+    candidates = candidates_for(steps, found, ours) if not busy else {}
     if candidates:
         progress(f"trying in turns: {', '.join(candidates)}")
     tried, refused = try_all(steps, candidates)

@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import given, strategies as st
 
 from rosellm.lab.trying import makers
-from rosellm.lab.trying.case import GPT2, GROUPED, ODD, cases
+from rosellm.lab.trying.case import GPT2, GROUPED, cases
 from rosellm.lab.trying.check_kernel import NAMES, check_kernel, faults_of, launches
 from rosellm.lab.trying.guarded_memory import Draw
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -22,7 +22,7 @@ GUARD = 64 * 7  # elements around rows of seven
 SHORT = [
     one for one in cases(None, (torch.float32,), 0, 2) if one.width < 2048 and one.rows + one.cached < 100
 ]
-# Attention and noise take the interpreter seconds at the largest sizes: they are tried at two others.
+# Attention and noise take the interpreter seconds at the largest sizes: they are tried at one other.
 SLOW = {"paged_attention_decode", "prefill_attention", "append_and_attend", "gumbel_noise", "position_heads"}
 
 
@@ -43,7 +43,7 @@ def test_every_specification_passes_its_own_check(name):
 def test_every_kernel_of_the_package_passes(name, device):
     """Interpreted, a few small cases: long ones take the interpreter minutes."""
     if device == "cpu":
-        some = (replace(ODD, option=1), replace(GROUPED, option=2)) if name in SLOW else SHORT
+        some = [replace(GROUPED, option=2)] if name in SLOW else SHORT[:5]
         with launches() as launched:
             for i, case in enumerate(some):
                 assert not faults_of(name, getattr(TRITON, name), case, i, CPU), case
