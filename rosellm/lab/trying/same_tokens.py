@@ -21,11 +21,7 @@ NEW_TOKENS, BLOCK_SIZE = 6, 16
 UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross block boundaries
 LONG = 300  # a prompt of several tiles of keys
 GREEDY = {"temperature": 0.0}
-SAMPLED: list[dict[str, Any]] = [
-    GREEDY,
-    {"temperature": 0.8, "seed": 1},
-    {"temperature": 0.8, "top_k": 50, "seed": 2},
-]
+SAMPLED: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2}]
 Replaced = Mapping[str, Callable[..., Any]]
 Tokens = list[list[int]]
 
