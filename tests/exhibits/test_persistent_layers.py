@@ -40,7 +40,7 @@ MODELS = {
     "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100, "norm": Norm("layer", 1e-3)},
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
-slow = pytest.mark.slow
+MORE = (("small", 1, [17]), ("gqa", 64, [37]), ("odd", 16, [5, 18, 30]), ("long_sums", 4, [31, 32, 9]))
 
 
 @pytest.fixture(autouse=True)
@@ -87,18 +87,7 @@ def assert_agree(model: Transformer, lengths: list[int], n_steps: int, **options
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(
     ("shape", "block_size", "lengths"),
-    [
-        ("small", 4, [3, 5]),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (
-                ("small", 1, [17]),
-                ("gqa", 64, [37]),
-                ("odd", 16, [5, 18, 30]),
-                ("long_sums", 4, [31, 32, 9]),
-            )
-        ),
-    ],
+    [("small", 4, [3, 5]), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
 )
 def test_one_kernel_gives_the_logits_and_the_cache_of_many(shape, block_size, lengths, device):
     model = random_model(1, small_config(**MODELS[shape])).to(device)
