@@ -122,10 +122,6 @@ class EngineSteps(Steps):
     def run(self, n: int) -> list[float]:
         return drive(self.bench, n)
 
-    def changed(self, model: Transformer | None = None, batch: int | None = None) -> EngineSteps:
-        """Return such steps of another model or batch."""
-        return EngineSteps(model or self.model, self.recipe, batch or self.work.batch, self.context)
-
 
 class Loop(Steps):
     """Your own code: ``step()`` generates a token for each of ``batch`` sequences with ``model``'s weights.
@@ -210,10 +206,6 @@ class TransformersSteps(Steps):
             )
         self._tokens, self._cache = made.sequences, made[cache_name()]
         return clock.ends
-
-    def changed(self, model: Any = None, batch: int | None = None, static: bool = False) -> TransformersSteps:
-        """Return such steps of another model or batch, or with a static cache."""
-        return TransformersSteps(model or self.model, batch or self.work.batch, self.context, static)
 
 
 def cache_name() -> str:

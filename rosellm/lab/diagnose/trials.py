@@ -106,15 +106,18 @@ def candidates_for(
         return {}
     model, batch, context = steps.model, steps.work.batch, steps.context
     made: dict[str, Make] = {}
+    again: Callable[..., Steps]
     if isinstance(steps, EngineSteps):
+        again = partial(EngineSteps, recipe=steps.recipe, context=context)
         for rung in rungs_for(steps.rung, [one.cures for one in found], model.device):
             made[rung] = partial(EngineSteps, model, rung, batch, context)
     else:
-        made["transformers, static cache"] = lambda: steps.changed(static=True)
-    made[f"batch {2 * batch}"] = lambda: steps.changed(batch=2 * batch)
+        again = partial(TransformersSteps, context=context)
+        made["transformers, static cache"] = partial(again, model, batch=batch, static=True)
+    made[f"batch {2 * batch}"] = partial(again, model, batch=2 * batch)
     dtype, n = torch.bfloat16, sum(p.numel() for p in model.parameters())
     if steps.work.dtype.itemsize > dtype.itemsize and n * dtype.itemsize <= MOST_COPY_BYTES:
-        made["bfloat16 weights"] = lambda: steps.changed(deepcopy(model).to(dtype))
+        made["bfloat16 weights"] = lambda: again(deepcopy(model).to(dtype), batch=batch)
     if ours is not None and isinstance(steps, TransformersSteps):
         best = best_rung(steps.work.device)
         made[f"this engine, {best}"] = lambda: EngineSteps(ours(), best, batch, context)

@@ -130,13 +130,13 @@ def run(
         if cluster is not None and left
         else nullcontext() as machines
     ):
+        folder = Path(NOTEBOOKS) if machines else notebooks[0].parent
+        tasks = {
+            name: partial(execute, folder / path.name, parameters, timeout) for name, path in left.items()
+        }
         if machines:
-            there = {name: Path(NOTEBOOKS, path.name) for name, path in left.items()}
-            tasks = {name: partial(execute, path, parameters, timeout) for name, path in there.items()}
-            on_gpu = machines.takes_gpu(parameters.get("device", "auto"))
-            results = machines.run(tasks, on_gpu, "notebook")
+            results = machines.run(tasks, machines.takes_gpu(parameters.get("device", "auto")), "notebook")
         else:
-            tasks = {name: partial(execute, path, parameters, timeout) for name, path in left.items()}
             results = run_here(tasks, workers, interruption)
         for name, finished in results:
             done[name] = _publish(left[name], finished, parameters, output)
