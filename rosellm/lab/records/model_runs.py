@@ -83,21 +83,6 @@ def floor(results: Results, model: str, name: str) -> float | None:
     return us / 1e3 if unit == "ms" else (total if unit == "prompt tok/s" else sum(new)) / us * 1e6
 
 
-def runs_told(results: Results) -> str:
-    """Describe how many measured runs each model has: ``1 of A; 3 of B, C``; a range if they differ."""
-    told: dict[str, list[str]] = {}
-    for model in recorded_models(results):
-        counts = _repeats(results, model)
-        told.setdefault(" to ".join(str(n) for n in sorted({min(counts), max(counts)})), []).append(model)
-    return "; ".join(f"{count} of {', '.join(models)}" for count, models in sorted(told.items()))
-
-
-def _repeats(results: Results, model: str) -> list[int]:
-    paths = (results.folder / model).glob("*.json")
-    runs = [json.loads(path.read_text()) for path in paths if path.stem in MODEL_WORKLOADS]
-    return [result["repeat_runs"] for record in runs for result in record["results"].values()]
-
-
 def _row(results: Results, model: str, name: str, rival: dict) -> Row:
     path = results.folder / model / f"{name}.json"
     ours = figure(json.loads(path.read_text()), MODEL_WORKLOADS[name]) if path.is_file() else None
