@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rosellm.errors import RoseError
 from rosellm.lab.figures.palette import PALETTE, TEXT
-from rosellm.lab.figures.svg import BELOW_TITLE, DASHED, Picture, picture, rect, text_width, texts
+from rosellm.roseinfer.exhibits import load_exhibit
+
+svg = load_exhibit("svg")
 
 BLOCK, FREE, HELD = (52, 42), "rgba(127,127,127,0.12)", "#39424e"
 
@@ -21,7 +23,7 @@ def block_pool(
     lengths: Mapping[str, int],
     block_size: int,
     title: str,
-) -> Picture:
+) -> svg.Picture:
     """Draw the KV pool of one layer: every block in its owner's colour, filled to the tokens it holds.
 
     tables: sequence → block indices; lengths: sequence → cached tokens. A block in several tables is striped
@@ -38,20 +40,22 @@ def block_pool(
     parts = [
         _block(
             b,
-            (10 + b % columns * 62, BELOW_TITLE + b // columns * 52),
+            (10 + b % columns * 62, svg.BELOW_TITLE + b // columns * 52),
             [colours[name] for name in owners[b]],
             filled[b] / block_size,
         )
         for b in range(n_blocks)
     ]
-    y = BELOW_TITLE + -(-n_blocks // columns) * 52 + 12
+    y = svg.BELOW_TITLE + -(-n_blocks // columns) * 52 + 12
     for name, blocks in tables.items():
         parts.append(_table_row(name, blocks, colours[name], y, f"{lengths[name]:,} tokens"))
         y += 26
     width = max(
         [columns * 62 + 12.0, *(_row_width(n, b, f"{lengths[n]:,} tokens") for n, b in tables.items())]
     )
-    return picture(width, y + 4, title, parts, _pool_in_words(owners, filled, block_size, tables, lengths))
+    return svg.picture(
+        width, y + 4, title, parts, _pool_in_words(owners, filled, block_size, tables, lengths)
+    )
 
 
 def _check_pool(
@@ -73,17 +77,19 @@ def _check_pool(
 def _block(index: int, at: tuple[float, float], colours: list[str], share: float) -> str:
     (x, y), (w, h) = at, BLOCK
     if not colours:
-        return rect(x, y, w, h, 5, FREE, DASHED) + texts([str(index)], x + w / 2, y + 26, 12, TEXT)
+        return svg.rect(x, y, w, h, 5, FREE, svg.DASHED) + svg.texts(
+            [str(index)], x + w / 2, y + 26, 12, TEXT
+        )
     stripes = _stripes(colours)
     band = h / len(stripes)
-    bands = "".join(rect(x, y + i * band, w * share, band, 0, colour) for i, colour in enumerate(stripes))
+    bands = "".join(svg.rect(x, y + i * band, w * share, band, 0, colour) for i, colour in enumerate(stripes))
     plate = f"{index} ×{len(colours)}" if len(colours) > 1 else str(index)
-    width = text_width(plate, 12, bold=True) + 8
+    width = svg.text_width(plate, 12, bold=True) + 8
     return (
-        rect(x, y, w, h, 3, HELD)
+        svg.rect(x, y, w, h, 3, HELD)
         + bands
-        + rect(x + w / 2 - width / 2, y + 12, width, 18, 5, HELD)
-        + texts([plate], x + w / 2, y + 26, 12, "#ffffff", extra=' font-weight="bold"')
+        + svg.rect(x + w / 2 - width / 2, y + 12, width, 18, 5, HELD)
+        + svg.texts([plate], x + w / 2, y + 26, 12, "#ffffff", extra=' font-weight="bold"')
     )
 
 
@@ -94,23 +100,24 @@ def _stripes(colours: list[str]) -> list[str]:
 
 def _table_row(name: str, blocks: Sequence[int], colour: str, y: float, length: str) -> str:
     parts = [
-        rect(10, y, 14, 14, 3, colour),
-        texts([name], 30, y + 12, 12, TEXT, anchor="start", extra=' font-weight="bold"'),
-        texts([length], 38 + text_width(name, 12, True), y + 12, 12, TEXT, anchor="start"),
+        svg.rect(10, y, 14, 14, 3, colour),
+        svg.texts([name], 30, y + 12, 12, TEXT, anchor="start", extra=' font-weight="bold"'),
+        svg.texts([length], 38 + svg.text_width(name, 12, True), y + 12, 12, TEXT, anchor="start"),
     ]
-    x = 52 + text_width(name, 12, True) + text_width(length, 12)
+    x = 52 + svg.text_width(name, 12, True) + svg.text_width(length, 12)
     for block in blocks:
-        width = text_width(str(block), 11) + 12
+        width = svg.text_width(str(block), 11) + 12
         parts.append(
-            rect(x, y - 2, width, 18, 4, HELD) + texts([str(block)], x + width / 2, y + 11, 11, "#ffffff")
+            svg.rect(x, y - 2, width, 18, 4, HELD)
+            + svg.texts([str(block)], x + width / 2, y + 11, 11, "#ffffff")
         )
         x += width + 4
     return "".join(parts)
 
 
 def _row_width(name: str, blocks: Sequence[int], length: str) -> float:
-    chips = sum(text_width(str(block), 11) + 16 for block in blocks)
-    return 60 + text_width(name, 12, True) + text_width(length, 12) + chips
+    chips = sum(svg.text_width(str(block), 11) + 16 for block in blocks)
+    return 60 + svg.text_width(name, 12, True) + svg.text_width(length, 12) + chips
 
 
 def _pool_in_words(

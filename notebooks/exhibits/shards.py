@@ -6,30 +6,29 @@ from collections.abc import Sequence
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, ORANGE, PALETTE, TEXT, fill
-from rosellm.lab.figures.svg import BELOW_TITLE, DASHED, Picture, picture, rect, texts
 from rosellm.lab.records.records import number
 from rosellm.roseinfer.exhibits import load_exhibit
 
-cuts = load_exhibit("cuts")
+cuts, svg = load_exhibit("cuts"), load_exhibit("svg")
 
 MOST_PIXELS, LEAST_PIXELS, GAP, LABELS = 150.0, 14.0, 34.0, 58.0
 
 
-def shards(matrices: Sequence[cuts.CutMatrix], n_ranks: int, title: str) -> Picture:
+def shards(matrices: Sequence[cuts.CutMatrix], n_ranks: int, title: str) -> svg.Picture:
     """Draw all matrices to one scale, each rank's shard in its colour; a far taller one is shortened."""
     widest = max(one.columns for one in matrices)
     tallest = sorted(one.rows for one in matrices)[-2]  # the head's vocabulary would dwarf the others
     scale = MOST_PIXELS / max(widest, tallest)
-    top, x, parts = BELOW_TITLE + 4, 12.0, []
+    top, x, parts = svg.BELOW_TITLE + 4, 12.0, []
     for one in matrices:
         width, height = max(LEAST_PIXELS, one.columns * scale), min(MOST_PIXELS, one.rows * scale)
         parts += _matrix(one, (x, top), (width, height), one.rows * scale > MOST_PIXELS)
         x += max(width, LABELS) + GAP
     bottom = top + MOST_PIXELS + 44
     for rank in range(n_ranks):
-        parts.append(rect(12 + 84 * rank, bottom - 10, 12, 12, 2, _colour(rank)))
-        parts.append(texts([f"rank {rank}"], 30 + 84 * rank, bottom, 12, TEXT, anchor="start"))
-    return picture(x, bottom + 12, title, parts, _in_words(matrices))
+        parts.append(svg.rect(12 + 84 * rank, bottom - 10, 12, 12, 2, _colour(rank)))
+        parts.append(svg.texts([f"rank {rank}"], 30 + 84 * rank, bottom, 12, TEXT, anchor="start"))
+    return svg.picture(x, bottom + 12, title, parts, _in_words(matrices))
 
 
 def _matrix(
@@ -41,11 +40,13 @@ def _matrix(
         left, right = (edge / one.columns * width for edge in (region.columns.start, region.columns.stop))
         above, below = (edge / one.rows * height for edge in (region.rows.start, region.rows.stop))
         box = x + left, y + above, right - left, below - above
-        parts.append(rect(*box, 0, _colour(region.rank)))
+        parts.append(svg.rect(*box, 0, _colour(region.rank)))
     told = [f"{one.rows:,} rows × {one.columns:,}", *["(drawn shorter)"] * is_cut_off]
-    parts.append(rect(x, y, width, height, 0, "none", DASHED))
-    parts.append(texts([one.name], x, y + height + 14, 12, TEXT, extra=' font-weight="bold"', anchor="start"))
-    parts.append(texts(told, x, y + height + 29, 10, TEXT, anchor="start"))
+    parts.append(svg.rect(x, y, width, height, 0, "none", svg.DASHED))
+    parts.append(
+        svg.texts([one.name], x, y + height + 14, 12, TEXT, extra=' font-weight="bold"', anchor="start")
+    )
+    parts.append(svg.texts(told, x, y + height + 29, 10, TEXT, anchor="start"))
     return parts
 
 

@@ -9,20 +9,18 @@ from statistics import median
 from typing import Any, TypeVar
 
 from rosellm.bench.workloads import WORKLOADS
-from rosellm.lab.figures import compare as pair
-from rosellm.lab.figures.charts import show, show_table
-from rosellm.lab.figures.compare import say
-from rosellm.lab.figures.ledger import waterfall
+from rosellm.lab.figures.bars import before_after, waterfall
+from rosellm.lab.figures.charts import Chart, say, show, show_table
 from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, why_lacking
+from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, names_of, why_lacking
 from rosellm.lab.records.records import RecordError, Results, find, number, read_us
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
 from rosellm.lab.records.timelines import STEPS
 from rosellm.lab.records.trace import Trace
-from rosellm.lab.records.verdicts import Verdict, verdicts
+from rosellm.lab.records.verdicts import WORKLOADS as VERDICTS, Verdict, verdicts
 from rosellm.roseinfer.recipe import LADDER
 
 MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine on which they were recorded
@@ -167,9 +165,9 @@ class RecordedPair:
     def timeline(self) -> None:
         """Draw consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
         for name, recorded in self.each_machine(lambda one: one.figures("timelines", self.after)):
-            old, new = (Trace.from_dict(recorded[rung]) for rung in (self.before, self.after))
+            traces = {rung: Trace.from_dict(recorded[rung]) for rung in (self.before, self.after)}
             title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {name}"
-            show(timeline(old, new, (self.before, self.after), title))
+            show(timeline(traces, title))
 
     def waterfall(self, first: int | None = None) -> None:
         """Draw where the recorded µs of a step went, by cause; skips ledgers disturbed by the profiler.
@@ -240,9 +238,25 @@ class RecordedPair:
             why = "were not recorded together" if measured else "have no records yet"
             say(f"`{self.before}` and `{self.after}` {why} on {name_of(results)}.")
         if shown:
-            show(pair.recorded_chart(shown, self.before, self.after))
+            show(self._recorded_chart(shown))
         for results in shown:
             print(results.environment_line(f"{next(iter(self.verdicts(results)))}-{self.after}"))
+
+    def _recorded_chart(self, machines: Sequence[Results]) -> Chart:
+        """Chart medians by workload, the machines of a workload below one another."""
+        each = list(zip(names_of(machines), map(self.verdicts, machines), strict=True))
+        found = {f"{w}{name}": own[w] for w in VERDICTS for name, own in each if w in own}
+        chart = before_after(
+            [*found],
+            [median(one.before) for one in found.values()],
+            [median(one.after) for one in found.values()],
+            ["tok/s"] * len(found),
+            (self.before, self.after),
+            title=f"{self.before} → {self.after} on {' and '.join(map(name_of, machines))}: "
+            "tokens per second of the whole run",
+        )
+        legend = [f"{one.workload}: {WORKLOADS[one.workload].described}" for one in found.values()]
+        return chart.update_traces(hovertext=legend, hoverinfo="name+text")
 
     def verdicts(self, results: Results | None = None) -> dict[str, Verdict]:
         """Return workload → the verdict that a machine's records support, by default the reference's."""

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 from IPython.display import display
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RecipeError, RoseError
-from rosellm.lab.figures import compare as pair
-from rosellm.lab.figures.charts import show, show_table, text_table
-from rosellm.lab.figures.compare import say
+from rosellm.lab.figures.bars import before_after
+from rosellm.lab.figures.charts import say, show, show_table, text_table
 from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.source import show_pair, show_source
-from rosellm.lab.figures.svg import Picture
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
 from rosellm.lab.records.experiments import equality
@@ -81,7 +80,10 @@ class Rung(RecordedPair):
         path = results_folder().parent / "flows" / f"{name or self.after}.svg"
         if not path.is_file():
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
-        display(Picture(path.read_text(encoding="utf-8").rstrip()))
+        svg = path.read_text(encoding="utf-8").rstrip()
+        root = ElementTree.fromstring(svg)
+        words = "\n".join(root.findtext(f"{{*}}{name}", "") for name in ("title", "desc"))
+        display({"image/svg+xml": svg, "text/plain": words}, raw=True)
 
     source = staticmethod(show_source)
     sources = staticmethod(show_pair)
@@ -101,10 +103,13 @@ class Rung(RecordedPair):
             print(self.refusal)
             return
         self.runs = compare(self.gpt, self.before, self.after, self.prompts, self.new_tokens)
-        if self.gpt.device.type == "cuda":
-            show(pair.live_chart(*self.runs, f"One decode step of {self.batch} sequences here"))
-            return
         old, new = (run.trace for run in self.runs)
+        if old.on_gpu:
+            labels, units = ["step time (median)", "GPU kernels a step", "allocations a step"], ["ms", "", ""]
+            one, two = ([run.step_ms, run.trace.kernels, run.trace.allocations] for run in self.runs)
+            title = f"One decode step of {self.batch} sequences here"
+            show(before_after(labels, one, two, units, (self.before, self.after), title=title))
+            return
         rows = [
             ["operators", old.kernels, new.kernels],
             ["tensors allocated", old.allocations, new.allocations],

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
-from rosellm.lab.figures.svg import Picture
 from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.records import RecordError, Results, results_folder
@@ -188,13 +187,17 @@ def test_an_exercise_names_the_first_case_that_fails(answer, cases, told, capsys
     assert capsys.readouterr().out.removeprefix("<lambda>: ").startswith(told)
 
 
-def test_every_figure_of_a_data_flow_is_shown_by_a_notebook_and_described(rung):
+def test_every_figure_of_a_data_flow_is_shown_by_a_notebook_and_described(rung, monkeypatch):
     folder = results_folder().parent
     sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.ipynb"))
     shown = set(re.findall(r'(?:open_rung|nb\.flow)\(\\"(\w+)\\"', sources))
-    flows = {path.stem: Picture(path.read_text(encoding="utf-8")) for path in folder.glob("flows/*.svg")}
-    assert flows and flows.keys() <= shown
-    for name, picture in flows.items():
-        assert len(picture.description.splitlines()) > 2 and "<script" not in picture.svg, name
+    flows = {path.stem for path in folder.glob("flows/*.svg")}
+    assert flows and flows <= shown
+    displayed = []
+    monkeypatch.setattr("rosellm.lab.rung.display", lambda data, raw: displayed.append(data))
+    for name in flows:
+        rung.flow(name)
+    for data in displayed:
+        assert len(data["text/plain"].splitlines()) > 2 and "<script" not in data["image/svg+xml"]
     with pytest.raises(RecordError, match="flows/nothing.svg"):
         rung.flow("nothing")

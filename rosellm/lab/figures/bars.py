@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
-from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table, wrapped
+from rosellm.lab.figures.charts import Chart, finish, same_length, text_table, wrapped
 from rosellm.lab.figures.palette import BLUE, GREEN, GRID, ORANGE, PALE
+from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import number, percent_change
 
 
@@ -58,47 +59,38 @@ def _with_unit(value: float, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
 
 
-def waterfall(
-    before: tuple[str, float],
-    changes: Mapping[str, float],
-    after: tuple[str, float],
-    unit: str,
-    *,
-    title: str,
-    smallest: float = 0.005,
-) -> Chart:
-    """Draw a waterfall: a named bar for each total, and between them a bar for every change.
+def waterfall(before: Ledger, after: Ledger, smallest: float = 0.005) -> Chart:
+    """Draw a waterfall from one step's time to another's: a bar for each total, and one for every cause.
 
-    Changes are ordered from the largest saving to the largest cost; those below ``smallest`` of the larger
-    total are merged into "the rest". Raises ``ChartError`` if the changes do not add up to the difference.
+    Causes are ordered from the largest saving to the largest cost; changes below ``smallest`` of the larger
+    total are merged into "the rest".
     """
-    (first, start), (last, end) = before, after
-    if not math.isclose(start + sum(changes.values()), end, rel_tol=1e-6, abs_tol=1e-9):
-        raise ChartError(
-            f"the changes add up to {number(sum(changes.values()))} {unit}, and {first} and {last} are "
-            f"{number(end - start)} {unit} apart"
-        )
-    limit = smallest * max(start, end)
+    old, new = before.us_by_cause(), after.us_by_cause()
+    changes = {cause: new.get(cause, 0.0) - old.get(cause, 0.0) for cause in {**old, **new}}
+    limit = smallest * max(before.step_us, after.step_us)
     steps = sorted(((c, v) for c, v in changes.items() if abs(v) >= limit), key=lambda step: step[1])
     small = [value for value in changes.values() if 0 < abs(value) < limit]
     steps += [("the rest", sum(small))] if small else []
-    causes, values = [cause for cause, _ in steps], [value for _, value in steps]
+    values = [before.step_us, *(value for _, value in steps), after.step_us]
+    told = [number(values[0]), *(f"{'+' * (v > 0)}{number(v)}" for v in values[1:-1]), number(values[-1])]
     chart = Chart()
     chart.add_waterfall(
         orientation="h",
         measure=["absolute", *["relative"] * len(steps), "total"],
-        x=[start, *values, end],
-        y=[f"<b>{first}</b>", *causes, f"<b>{last}</b>"],
-        text=[number(start), *(f"{'+' if v > 0 else ''}{number(v)}" for v in values), number(end)],
+        x=values,
+        y=[f"<b>{before.name}</b>", *(cause for cause, _ in steps), f"<b>{after.name}</b>"],
+        text=told,
         textposition="outside",
         decreasing_marker_color=GREEN,
         increasing_marker_color=ORANGE,
         totals_marker_color=BLUE,
         connector_line={"color": GRID, "width": 1},
+        hoverinfo="y+text",
+        cliponaxis=False,
     )
-    reached = [start, *(start + sum(values[: i + 1]) for i in range(len(values)))]
-    chart.update_traces(hoverinfo="y+text", cliponaxis=False)
-    chart.update_xaxes(range=[0, max(reached) * 1.15], title_text=unit)
+    chart.update_xaxes(range=[0, max(accumulate(values[:-1])) * 1.15], title_text="µs")
     chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    chart.table = text_table(["", f"change, {unit}"], [(first, start), *steps, (last, end)])
+    rows = [(before.name, before.step_us), *steps, (after.name, after.step_us)]
+    chart.table = text_table(["", "change, µs"], rows)
+    title = f"{before.name} → {after.name}: what became of each microsecond, batch {after.batch}"
     return finish(chart, title, 30 * (len(steps) + 2))

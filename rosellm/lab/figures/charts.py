@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from IPython.display import display
+from IPython.display import Markdown, display
 
 from rosellm.errors import RoseError
 from rosellm.lab.figures.palette import GRID, TEXT
@@ -134,6 +134,11 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return number(value) if value is None or isinstance(value, (int, float)) else str(value)
+
+
+def say(text: str) -> None:
+    """Display Markdown built from computed values."""
+    display(Markdown(text))
 
 
 def show(figure: go.Figure, table: str | None = None) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from rosellm.lab.figures.charts import LINE, PLOTLY, TEMPLATE, WIDTH, Chart, ChartError, bundle, text_table
-from rosellm.lab.figures.palette import HATCHING, PALE, STYLES, TEXT
+from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
+from rosellm.lab.figures.palette import PALE, STYLES, TEXT, fill
 from rosellm.lab.records.records import number
 from rosellm.lab.records.roles import roles_of
 from rosellm.lab.records.trace import PROFILED_STEP, SYNC, Event, Trace
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
-MAX_RECTANGLES, MAX_BYTES = 1_500, 56_000
+MAX_RECTANGLES = 1_000
 PIXELS, ZOOM, LANE_PIXELS = 560, 16, 30
-SOLID = 0.99  # busy share from which neighbours with one label are merged
-GAPS_TOLD = ("operators", "GPU kernels")
+WORK = ("operators", "GPU kernels")
 
 
 class _Lane(NamedTuple):
@@ -29,24 +26,6 @@ class _Lane(NamedTuple):
     name: str
     events: list[Event]
     labels: list[str]
-
-    def busy(self) -> float:
-        """Return the µs during which at least one event runs."""
-        total, done = 0.0, float("-inf")
-        for event in self.events:
-            end = event.start + event.duration
-            total += max(0.0, end - max(event.start, done))
-            done = max(done, end)
-        return total
-
-
-class _Panel(NamedTuple):
-    """One trace's lanes; ``span`` µs from ``start``."""
-
-    name: str
-    lanes: list[_Lane]
-    start: float
-    span: float
 
 
 class _Rectangle(NamedTuple):
@@ -70,56 +49,79 @@ class _Rectangle(NamedTuple):
         return name if self.events == 1 else f"{self.events} × {name} …"
 
 
-def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], title: str) -> Chart:
-    """Draw two traces of decode steps, one above the other on a common axis in µs; drag to zoom.
+class _Row(NamedTuple):
+    """A lane as drawn: at ``y``, in a panel of ``span`` µs from ``start``."""
+
+    panel: str
+    y: int
+    start: float
+    span: float
+    lane: _Lane
+    rectangles: list[_Rectangle]
+
+    @property
+    def busy(self) -> float:
+        """The µs during which at least one event runs."""
+        return sum(one.busy for one in self.rectangles)
+
+
+def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
+    """Draw traces of decode steps by name, one above the other on a common axis in µs; drag to zoom.
 
     Lanes: the engine's ranges by depth, operators called from Python, host waits, GPU kernels and GPU copies.
     Operators and kernels are coloured by role; empty space is a gap. Neighbours that a ``ZOOM``-fold
     enlargement could not separate share a rectangle, as wide as their busy time and drawn as the label with
     most time. The resolution, stated on the axis in µs, is coarsened until there are at most
-    ``MAX_RECTANGLES`` and ``MAX_BYTES`` of JSON. Raises ``ChartError``.
+    ``MAX_RECTANGLES``. Raises ``ChartError``.
     """
-    if len(names) != 2:
-        raise ChartError(f"a timeline has two names, one per trace, not {len(names)}: {', '.join(names)}")
-    panels = [_panel(name, trace) for name, trace in zip(names, (before_trace, after_trace), strict=True)]
-    span = max(panel.span for panel in panels)
-    chart, drawn, sight = _fitting(panels, span / PIXELS / ZOOM)
-    lanes = [(panel, lane) for panel in panels for lane in panel.lanes]
-    n_events = sum(len(lane.events) for _, lane in lanes)
-    said = f"{n_events:,} events in {sum(drawn):,} rectangles: within {number(sight)} µs they may share one"
-    rows = [
-        (panel.name, lane.name, len(lane.events), n, lane.busy(), lane.busy() / panel.span * 100)
-        for (panel, lane), n in zip(lanes, drawn, strict=True)
-    ]
-    headers = ["", "lane", "events", "rectangles", "busy µs", "busy %"]
-    chart.table = f"{text_table(headers, rows)}\n{said}"
+    panels = {name: _lanes(trace) for name, trace in traces.items()}
+    for name, lanes in panels.items():
+        if not lanes:
+            raise ChartError(f"the trace of {name} holds neither a range nor anything that ran")
+    span = max(end - start for start, end in map(_extent, panels.values()))
+    sight = span / PIXELS / ZOOM
+    rows = _rows(panels, sight)
+    while (drawn := sum(len(row.rectangles) for row in rows)) > MAX_RECTANGLES:
+        sight *= 2
+        rows = _rows(panels, sight)
+    chart = _drawn(rows)
+    events = sum(len(row.lane.events) for row in rows)
+    said = f"{events:,} events in {drawn:,} rectangles: within {number(sight)} µs they may share one"
+    table = text_table(
+        ["", "lane", "events", "rectangles", "busy µs", "busy %"],
+        [
+            (row.panel, row.lane.name, len(row.lane.events), len(row.rectangles), row.busy, _share(row) * 100)
+            for row in rows
+        ],
+    )
+    chart.table = f"{table}\n{said}"
     chart.update_xaxes(range=[-span * 0.005, span * 1.005], tickformat=",.6~g")
     chart.update_xaxes(title={"text": f"µs ({said})", "font_size": 11})
-    return _laid_out(chart, title, panels)
-
-
-def _panel(name: str, trace: Trace) -> _Panel:
-    lanes = [lane for lane in _lanes(trace) if lane.events]
-    if not lanes:
-        raise ChartError(f"the trace of {name} holds neither a range nor anything that ran")
-    start = min(event.start for lane in lanes for event in lane.events)
-    end = max(event.start + event.duration for lane in lanes for event in lane.events)
-    return _Panel(name, lanes, start, end - start)
+    body = LANE_PIXELS * (rows[-1].y + 1)
+    finish(chart, title, body, legend=list(dict.fromkeys(bar.name for bar in chart.data)))
+    return chart.update_layout(
+        barmode="overlay",
+        dragmode="zoom",
+        uniformtext={"mode": "hide", "minsize": 9},
+        legend={"itemclick": False},
+    )
 
 
 def _lanes(trace: Trace) -> list[_Lane]:
+    """Return the lanes that have events."""
     operators, steps = trace.of("op"), trace.ranges(STEP_RANGE)
     on_gpu = [event for event in trace.events if event.on_gpu]
-    work = list(zip(on_gpu, roles_of(trace, on_gpu, steps), strict=True))
-    kernels = [(event, role) for event, role in work if event.kind == "kernel"]
-    waits = trace.of("sync")
-    return [
+    roles = list(zip(on_gpu, roles_of(trace, on_gpu, steps), strict=True))
+    kernels = [(event, role) for event, role in roles if event.kind == "kernel"]
+    waits, copies = trace.of("sync"), [event for event in on_gpu if event.kind != "kernel"]
+    lanes = [
         *_nested([one for one in trace.ranges() if one.name != PROFILED_STEP]),
         _Lane("operators", operators, roles_of(trace, operators, steps)),
         _Lane("waits", waits, [SYNC] * len(waits)),
         _Lane("GPU kernels", [event for event, _ in kernels], [role for _, role in kernels]),
-        _Lane("GPU copies", copies := [e for e in on_gpu if e.kind != "kernel"], ["copies"] * len(copies)),
+        _Lane("GPU copies", copies, ["copies"] * len(copies)),
     ]
+    return [lane for lane in lanes if lane.events]
 
 
 def _nested(ranges: list[Event]) -> list[_Lane]:
@@ -129,90 +131,88 @@ def _nested(ranges: list[Event]) -> list[_Lane]:
         while opened and opened[-1] <= one.start:
             opened.pop()
         by_depth[len(opened)].append(one)
-        opened.append(one.start + one.duration)
-    return [
-        _Lane(
-            "ranges" if depth == 0 else f"ranges, depth {depth + 1}", events, [_part(e.name) for e in events]
-        )
-        for depth, events in sorted(by_depth.items())
-    ]
+        opened.append(one.end)
+    names = {depth: f"ranges, depth {depth + 1}" if depth else "ranges" for depth in sorted(by_depth)}
+    return [_Lane(name, by_depth[i], [_part(e.name) for e in by_depth[i]]) for i, name in names.items()]
 
 
 def _part(range_name: str) -> str:
     return "the step" if range_name == STEP_RANGE else range_name.rpartition(".")[2]
 
 
+def _extent(lanes: list[_Lane]) -> tuple[float, float]:
+    events = [event for lane in lanes for event in lane.events]
+    return min(event.start for event in events), max(event.end for event in events)
+
+
+def _rows(panels: Mapping[str, list[_Lane]], sight: float) -> list[_Row]:
+    """Place the lanes below one another, a line apart from the next panel's for its name."""
+    rows, y = [], 0
+    for name, lanes in panels.items():
+        start, end = _extent(lanes)
+        for lane in lanes:
+            y += 1
+            rows.append(_Row(name, y, start, end - start, lane, _merge(lane, sight)))
+        y += 1
+    return rows
+
+
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Merge events within ``sight`` of each other, or adjacent ones of one label with almost no gap.
+    """Merge events within ``sight`` of each other.
 
     A rectangle is as wide as its events are busy, so it ends at most ``sight`` too early.
     """
     merged: list[_Rectangle] = []
+    done = float("-inf")
     for event, label in zip(lane.events, lane.labels, strict=True):
-        end = event.start + event.duration
-        us = Counter({label: event.duration})
-        if merged:
+        us, busy = Counter({label: event.duration}), max(0.0, event.end - max(event.start, done))
+        done = max(done, event.end)
+        if merged and done - merged[-1].start <= sight:
             last = merged[-1]
-            longer = max(last.end, end)
-            busy = last.busy + max(0.0, end - max(event.start, last.end))
-            span = longer - last.start
-            if span <= sight or (set(last.us) == {label} and busy >= SOLID * span):
-                merged[-1] = _Rectangle(last.start, longer, busy, last.us + us, last.first, last.events + 1)
-                continue
-        before = merged[-1].end if merged else event.start
-        merged.append(_Rectangle(event.start, end, end - max(event.start, min(before, end)), us, event, 1))
+            time = last.busy + busy, last.us + us
+            merged[-1] = _Rectangle(last.start, done, *time, last.first, last.events + 1)
+        else:
+            merged.append(_Rectangle(event.start, event.end, busy, us, event, 1))
     return merged
 
 
-def _fitting(panels: Sequence[_Panel], sight: float) -> tuple[Chart, list[int], float]:
-    """Return the bars, their number per lane, and the resolution in µs at which they were merged.
-
-    The resolution is ``sight`` or coarser.
-    """
-    while True:
-        merged = [[_merge(lane, sight) for lane in panel.lanes] for panel in panels]
-        drawn = [len(rectangles) for lanes in merged for rectangles in lanes]
-        if sum(drawn) <= MAX_RECTANGLES:
-            chart = _draw(panels, merged)
-            if len(json.dumps(bundle(chart)[PLOTLY])) <= MAX_BYTES:
-                return chart, drawn, sight
-        sight *= 2
-
-
-def _draw(panels: Sequence[_Panel], merged: list[list[list[_Rectangle]]]) -> Chart:
-    """Draw the bars, with one legend for the ranges and one for the work."""
-    by_label: dict[tuple[str, str], list[tuple[int, float, _Rectangle]]] = defaultdict(list)
-    y = 0
-    for panel, rectangles_of in zip(panels, merged, strict=True):
-        for lane, rectangles in zip(panel.lanes, rectangles_of, strict=True):
-            y += 1
-            legend = "legend2" if lane.name.startswith("ranges") else "legend"
-            for one in rectangles:
-                by_label[legend, one.label].append((y, one.start - panel.start, one))
-        y += 1
-    order = {label: i for i, label in enumerate(STYLES)}
+def _drawn(rows: list[_Row]) -> Chart:
+    """Draw the bars label by label, in the palette's order, and name the panels and lanes."""
+    by_label: dict[str, list[tuple[_Row, _Rectangle]]] = defaultdict(list)
+    for row in rows:
+        for one in row.rectangles:
+            by_label[one.label].append((row, one))
     chart = Chart()
-    for legend, label in sorted(by_label, key=lambda key: (key[0], order.get(key[1], -1))):
-        _add_bars(chart, legend, label, by_label[legend, label])
-    return chart
+    for label in dict.fromkeys([*STYLES, *by_label]):
+        if label in by_label:
+            _add_bars(chart, label, by_label[label])
+    for row in {row.panel: row for row in reversed(rows)}.values():  # each panel's first
+        text = f"<b>{row.panel}</b>, {number(row.span)} µs"
+        style = {"font": {"size": 12, "color": TEXT}, "showarrow": False}
+        chart.add_annotation(x=0, xref="paper", xanchor="left", y=row.y - 1, text=text, **style)
+    names = [row.lane.name + f", {_share(row):.0%} busy" * (row.lane.name in WORK) for row in rows]
+    chart.update_yaxes(range=[rows[-1].y + 0.6, -0.6], tickvals=[row.y for row in rows], ticktext=names)
+    return chart.update_yaxes(fixedrange=True, showgrid=False, ticks="", zeroline=False)
 
 
-def _add_bars(chart: Chart, legend: str, label: str, bars: list[tuple[int, float, _Rectangle]]) -> None:
-    colour, hatch = STYLES.get(label, (PALE, ""))
+def _share(row: _Row) -> float:
+    return row.busy / row.span
+
+
+def _add_bars(chart: Chart, label: str, bars: list[tuple[_Row, _Rectangle]]) -> None:
     chart.add_bar(
-        x=np.array([one.busy for _, _, one in bars], np.float32),  # typed arrays are stored packed
-        y=np.array([y for y, _, _ in bars], np.int8),
-        base=np.array([start for _, start, _ in bars], np.float32),
+        x=np.array([one.busy for _, one in bars], np.float32),  # typed arrays are stored packed
+        y=np.array([row.y for row, _ in bars], np.int8),
+        base=np.array([one.start - row.start for row, one in bars], np.float32),
         width=0.8,
         orientation="h",
         name=label,
-        legend=legend,
-        marker={"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour},
+        marker=fill(*STYLES.get(label, (PALE, ""))),
         texttemplate=label,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        hovertext=[one.said for _, _, one in bars],
+        hovertext=[one.said for _, one in bars],
         hovertemplate=f"<b>{label}</b>: %{{hovertext}}<br>from %{{base:.5g}}, %{{x:.4g}} µs<extra></extra>",
     )
 
@@ -221,49 +221,3 @@ def _short_name(name: str) -> str:
     """``void at::native::reduce_kernel<512, …>(…)`` → ``reduce_kernel``; a range's last part."""
     plain = name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0].strip()
     return (_part(plain) if "::" not in plain else plain.rpartition("::")[2])[:32]
-
-
-def _laid_out(chart: Chart, title: str, panels: Sequence[_Panel]) -> Chart:
-    ticks, y = {}, 0
-    for panel in panels:
-        chart.add_annotation(
-            x=0,
-            xref="paper",
-            xanchor="left",
-            y=y,
-            text=f"<b>{panel.name}</b>, {number(panel.span)} µs",
-            font={"size": 12, "color": TEXT},
-            showarrow=False,
-        )
-        for lane in panel.lanes:
-            y += 1
-            busy = f", {lane.busy() / panel.span:.0%} busy" if lane.name in GAPS_TOLD else ""
-            ticks[y] = f"{lane.name}{busy}"
-        y += 1
-    rows = {legend: _legend_rows(chart, legend) for legend in ("legend", "legend2")}
-    foot = (LINE + 4) * (sum(rows.values()) + 1)
-    height = 40 + LANE_PIXELS * y + 50 + foot
-    chart.update_yaxes(
-        range=[y - 0.4, -0.6], fixedrange=True, showgrid=False, ticks="", tickvals=list(ticks), zeroline=False
-    )
-    chart.update_yaxes(ticktext=list(ticks.values()))
-    higher = (LINE + 4) * (rows["legend"] + 0.4) / height
-    return chart.update_layout(
-        template=TEMPLATE,
-        title={"text": title, "font_size": 15, "y": 1 - 8 / height},
-        width=WIDTH,
-        height=height,
-        margin={"l": 20, "r": 20, "t": 40, "b": 50 + foot},
-        barmode="overlay",
-        dragmode="zoom",
-        uniformtext={"mode": "hide", "minsize": 9},
-        legend={"itemclick": False},
-        legend2=TEMPLATE.layout.legend.to_plotly_json() | {"y": higher, "itemclick": False},
-    )
-
-
-def _legend_rows(chart: Chart, legend: str) -> int:
-    """Count the legend's rows; its columns are as wide as the longest entry."""
-    names = [bar.name for bar in chart.data if bar.legend == legend]
-    columns = PIXELS // (6.2 * max(map(len, names), default=0) + 52)
-    return math.ceil(len(names) / max(1, columns))

@@ -16,9 +16,9 @@ from IPython.display import display
 from torch.profiler import record_function
 
 from rosellm.errors import RecipeError, describe
+from rosellm.lab.figures.bars import waterfall
 from rosellm.lab.figures.charts import Chart, show, show_table
 from rosellm.lab.figures.ladder import ladder_chart
-from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_needed
 from rosellm.lab.records.machines import find_machines

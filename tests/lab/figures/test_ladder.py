@@ -30,20 +30,13 @@ def test_each_rung_links_to_its_notebook():
 
 def test_a_column_for_the_speed_and_one_for_the_share_of_the_floor():
     chart = ladder_chart(VALUES, "tok/s", {"vLLM": 4000.0}, 50_000.0, title="t")
-    speed, share = map(merged, (chart.data[:2], chart.data[3:]))
-    assert speed == list(VALUES.values())
-    assert share == pytest.approx([value / 500 for value in VALUES.values()])
-    assert chart.data[2].text == tuple(f"\u2002{number(value)}" for value in VALUES.values())
-    assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 3
-    assert "2.00" in chart.table.splitlines()[2] and chart.table.splitlines()[-2].split()[:2] == [
-        "bytes",
-        "floor",
-    ]
-
-
-def merged(bars):
-    """The values of the ladder's rungs and of its side branches, as one list."""
-    return [one if one is not None else other for one, other in zip(*(bar.x for bar in bars), strict=True)]
+    speed, told, share = chart.data
+    assert list(speed.x) == list(VALUES.values())
+    assert list(share.x) == pytest.approx([value / 500 for value in VALUES.values()])
+    assert told.text == tuple(f"\u2002{number(value)}" for value in VALUES.values())
+    assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 2
+    assert "2.00" in chart.table.splitlines()[2]
+    assert chart.table.splitlines()[-2].split()[:2] == ["bytes", "floor"]
 
 
 def test_rivals_and_floor_are_lines_through_all_rungs_and_no_line_crosses_a_name():
@@ -58,13 +51,13 @@ def test_rivals_and_floor_are_lines_through_all_rungs_and_no_line_crosses_a_name
 
 
 def test_side_branches_are_hollow_and_their_shares_hatched():
-    plain, hollow, _, bars, hatched = ladder_chart(VALUES, "tok/s", floor=50_000.0, title="t").data
-    assert (plain.marker.symbol, hollow.marker.symbol) == ("circle", "circle-open")
-    assert (bars.marker.pattern.shape, hatched.marker.pattern.shape) == (None, "/")
-    for one in (hollow, hatched):
-        sides = [rung for rung, value in zip(LADDER, one.x, strict=True) if value is not None]
-        assert sides == [rung for rung in LADDER if rung in SIDE_BRANCHES]
-    assert {"autotune", "persistent_kernel"} <= set(sides)
+    dots, _, bars = ladder_chart(VALUES, "tok/s", floor=50_000.0, title="t").data
+    hollow = [
+        rung for rung, symbol in zip(LADDER, dots.marker.symbol, strict=True) if symbol == "circle-open"
+    ]
+    hatched = [rung for rung, shape in zip(LADDER, bars.marker.pattern.shape, strict=True) if shape == "/"]
+    assert hollow == hatched == [rung for rung in LADDER if rung in SIDE_BRANCHES]
+    assert {"autotune", "persistent_kernel"} <= set(hollow)
 
 
 @pytest.mark.parametrize("values", [{"dense": None}, {"dense": 0.0}, {"dense": -1.0}])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.charts import PLOTLY, Chart, ChartError, bundle
 from rosellm.lab.figures.palette import STYLES
 from rosellm.lab.figures.timeline import MAX_RECTANGLES, timeline
 from rosellm.lab.records.records import find
@@ -44,6 +44,10 @@ def recorded_steps(after: str) -> dict[str, Trace]:
     return {name: Trace.from_dict(recorded[name]) for name in (BEFORE[after], after)}
 
 
+def drawn(before: Trace, after: Trace) -> Chart:
+    return timeline(dict(zip(NAMES, (before, after), strict=True)), "t")
+
+
 def rectangles(chart) -> list[tuple[int, float, float, str]]:
     """Lane, start, end and label."""
     return sorted(
@@ -59,17 +63,17 @@ def lanes(chart) -> dict[int, str]:
 
 def test_a_small_step_is_drawn_event_by_event_and_each_trace_begins_at_zero():
     before, after = gpu_step(9), gpu_step(6, start=77.0)
-    chart = timeline(before, after, NAMES, "t")
-    drawn = rectangles(chart)
-    assert len(drawn) == len(before.events) + len(after.events)
+    chart = drawn(before, after)
+    found = rectangles(chart)
+    assert len(found) == len(before.events) + len(after.events)
     kernels = [y for y, lane in lanes(chart).items() if lane.startswith("GPU kernels")]
     for y, n in zip(kernels, (9, 6), strict=True):
-        starts = [start for lane, start, _, _ in drawn if lane == y]
+        starts = [start for lane, start, _, _ in found if lane == y]
         assert starts == pytest.approx([10 + 2.5 * i for i in range(n)])
 
 
 def test_ranges_lie_in_a_lane_for_each_depth():
-    chart = timeline(gpu_step(9), gpu_step(9), NAMES, "t")
+    chart = drawn(gpu_step(9), gpu_step(9))
     by_lane = {}
     for y, _, _, label in rectangles(chart):
         by_lane.setdefault(y, []).append(label)
@@ -78,9 +82,9 @@ def test_ranges_lie_in_a_lane_for_each_depth():
 
 
 def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
-    chart = timeline(gpu_step(9, gap=0), gpu_step(9, gap=2), NAMES, "t")
-    colours = {bar.name: bar.marker.color for bar in chart.data if bar.legend == "legend"}
-    assert {"attention", "norm", "copies"} < set(colours)
+    chart = drawn(gpu_step(9, gap=0), gpu_step(9, gap=2))
+    colours = {bar.name: bar.marker.color for bar in chart.data}
+    assert {"attention", "norm", "copies", "the step"} < set(colours)
     assert all(colour == STYLES[role][0] for role, colour in colours.items())
     told = [lane for lane in lanes(chart).values() if lane.startswith("GPU kernels")]
     assert told == [f"GPU kernels, {18 / 38:.0%} busy", f"GPU kernels, {18 / 56:.0%} busy"]
@@ -88,13 +92,13 @@ def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
 
 @pytest.mark.parametrize("after", sorted(find().figures("timelines")))
 def test_no_two_entries_of_a_recorded_timeline_share_colour_and_hatching(after):
-    chart = timeline(*recorded_steps(after).values(), (BEFORE[after], after), "t")
+    chart = timeline(recorded_steps(after), "t")
     styles = {bar.name: (bar.marker.color, bar.marker.pattern.shape) for bar in chart.data}
     assert len(styles) == len(chart.data) == len(set(styles.values())) > 5
 
 
 def test_both_steps_share_one_axis_as_long_as_the_longer():
-    chart = timeline(gpu_step(9), gpu_step(90), NAMES, "t")
+    chart = drawn(gpu_step(9), gpu_step(90))
     low, high = chart.layout.xaxis.range
     assert low < 0 and high == pytest.approx(245, rel=0.02)
     assert len([axis for axis in chart.layout if axis.startswith("xaxis")]) == 1
@@ -102,30 +106,30 @@ def test_both_steps_share_one_axis_as_long_as_the_longer():
 
 @pytest.mark.parametrize("n_kernels", [400, 4_000])
 def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
-    chart = timeline(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0), NAMES, "t")
-    drawn = rectangles(chart)
-    assert len(drawn) <= MAX_RECTANGLES
+    chart = drawn(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0))
+    found = rectangles(chart)
+    assert len(found) <= MAX_RECTANGLES
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 60_000
     said = chart.table.splitlines()[-1]
-    assert said.startswith(f"{2 * (n_kernels + 6):,} events in {len(drawn):,} rectangles: within ")
+    assert said.startswith(f"{2 * (n_kernels + 6):,} events in {len(found):,} rectangles: within ")
     assert chart.layout.xaxis.title.text == f"µs ({said})"
 
 
 @pytest.mark.parametrize("after", sorted(find().figures("timelines")))
 def test_a_lane_of_a_recorded_step_is_drawn_as_wide_as_it_is_busy(after):
-    chart = timeline(*recorded_steps(after).values(), (BEFORE[after], after), "t")
-    drawn = Counter()
+    chart = timeline(recorded_steps(after), "t")
+    widths = Counter()
     for y, start, end, _ in rectangles(chart):
-        drawn[y] += end - start
+        widths[y] += end - start
     shares = [line.split()[-2:] for line in chart.table.splitlines()[2:-1]]
     told = [float(busy.replace(",", "")) for busy, _ in shares]
-    assert list(drawn.values()) == pytest.approx(told, rel=0.01)
+    assert list(widths.values()) == pytest.approx(told, rel=0.01)
 
 
 def test_a_gap_that_can_be_seen_survives_merging():
     early, late = gpu_step(3_000), gpu_step(3_000, start=1_000.0 + 20_000)
     kernels = [*early.of("kernel"), *late.of("kernel")]
-    chart = timeline(Trace(kernels), Trace(kernels), NAMES, "t")
+    chart = drawn(Trace(kernels), Trace(kernels))
     one = [(start, end) for y, start, end, _ in rectangles(chart) if y == 1]
     assert not [pair for pair in one if pair[0] < 15_000 < pair[1]]
 
@@ -136,14 +140,12 @@ def test_on_a_cpu_operators_are_drawn_below_the_ranges():
             torch.ones(8, 8) @ torch.ones(8, 8)
 
     trace = record_trace(step)
-    chart = timeline(trace, trace, NAMES, "t")
+    chart = drawn(trace, trace)
     first, second, third = list(lanes(chart).values())[:3]
     assert (first, second) == ("ranges", "ranges, depth 2") and third.startswith("operators, ")
     assert {"GEMM", "model", "the step"} <= {bar.name for bar in chart.data}
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_a_trace_of_nothing_is_refused():
     with pytest.raises(ChartError, match="the trace of resident holds neither"):
-        timeline(gpu_step(3), Trace([]), NAMES, "t")
-    with pytest.raises(ChartError, match="two names, one per trace, not 1: dense"):
-        timeline(gpu_step(3), gpu_step(3), ("dense",), "t")
+        drawn(gpu_step(3), Trace([]))

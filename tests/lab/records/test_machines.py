@@ -159,6 +159,7 @@ def test_a_rungs_tables_and_chart_show_the_machine_beside_the_reference(machines
     rung.recorded()
     (chart,) = shown
     assert f"NVIDIA H200 and {NAME}" in chart.layout.title.text
+    assert chart.data[0].hovertext[-1].startswith("W5: ")
     assert f"W2, {NAME}" in chart.table and f"{LACKING}, {NAME}" not in chart.table
 
 

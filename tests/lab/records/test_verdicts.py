@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from rosellm.lab.figures.compare import recorded_chart
 from rosellm.lab.records.records import find
-from rosellm.lab.records.verdicts import WORKLOADS, Verdict, verdicts
+from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.recipe import BEFORE
 
 
@@ -32,10 +31,6 @@ def test_runs_of_different_sessions_are_not_compared():
         assert [row.same_session for row in verdicts(find(), BEFORE[after], after)] == [same] * 6
 
 
-def test_the_recorded_chart_has_every_workload_and_change_that_was_measured():
-    chart = recorded_chart([find()], "no_mask", "pinned_h2d")
-    assert chart.data[0].hovertext[2].startswith("W2: 64 requests × 512 new tokens, 64 at a time")
-    assert all(workload in chart.table for workload in WORKLOADS) and "%" in chart.table
+def test_a_rung_without_records_is_not_measured():
     rows = verdicts(find(), "dense", "no_such_rung")
     assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
-    assert "W1" not in recorded_chart([find()], "dense", "no_such_rung").table
