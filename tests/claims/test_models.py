@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from rosellm.lab.figures import models
 from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.records import REFERENCE, Results, _rivals_file, find, read_us, results_folder
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.reading import claim, number, prose, said
 
+models, model_ladder = load_exhibit("models"), load_exhibit("model_ladder")
 # 22
 
 
@@ -59,7 +59,6 @@ def test_leads_over_vllm_are_those_of_one_session():
 # 28
 
 
-model_ladder = load_exhibit("model_ladder")
 
 
 def test_the_three_records_of_one_step_are_those_named():

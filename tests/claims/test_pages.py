@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from rosellm.lab.figures.busy import README_BATCH, steps_of
 from rosellm.lab.records import prompt_attention
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find
@@ -17,10 +16,12 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.reading import ROOT, falsified, number, rows, wrong
 
+busy = load_exhibit("busy")
+
 H200, H100 = find(), find("nvidia-h100-80gb-hbm3")
 RIVALS = _rivals_file()
 LEASE = RIVALS["one_lease_2026_11_26"]
-ATTENTION = prompt_attention.recorded(H200)
+ATTENTION = {model: record["figures"] for model, record in H200.by_model("prompt_attention").items()}
 READ_TB_S = max(H200.figures("ceilings", "read_TB_s"))
 STREAMS = [one.load("llama_1b_protocol")["figures"]["medians"] for one in (H200, H100)]
 MODELS = {
@@ -173,5 +174,5 @@ def test_only_pages_whose_figures_are_checked_state_measured_ones(page):
 
 def test_readmes_picture_is_described_as_the_records_say():
     """First the GPU waits, then it works, then it has less to do."""
-    steps = steps_of(H200, README_BATCH)
+    steps = busy.steps_of(H200, busy.README_BATCH)
     assert steps[0].share < 0.5 < 0.9 < steps[-1].share and steps[-1].us < steps[0].us / 10

@@ -9,11 +9,12 @@ from statistics import median
 import nbformat
 import torch
 
-from rosellm.lab.records import first_request, lengths, records, sampling_steps, step_time
+from rosellm.lab.records import first_request, lengths, records, step_time
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find, read_us, rivals
 from rosellm.lab.trying.case import LONG, LONGEST
 from rosellm.roseinfer.kernels.attention_plan import UNEVEN, UNEVEN_FROM
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.claims.reading import ROOT, claim, number, prose, said
 
 # 13
@@ -172,7 +173,8 @@ def test_both_engines_of_one_session_and_sampled_speeds_are_those_recorded():
 # 31
 
 
-RECORDED = sampling_steps.recorded_modes(find())
+COSTS = load_exhibit("sampling_costs")
+RECORDED = COSTS.recorded_modes(find())
 
 
 def times(mode: str) -> list[float]:
@@ -205,9 +207,9 @@ def test_what_modes_add_to_a_greedy_step_is_recorded():
 
 def test_bytes_explain_as_little_as_said():
     best = max(
-        read_us(find(), moved) / sampling_steps.extra_us(RECORDED[model][256])[mode]
-        for model, arch in sampling_steps.SHAPES.items()
-        for mode, moved in sampling_steps.extra_bytes(arch, 256).items()
+        read_us(find(), moved) / COSTS.extra_us(RECORDED[model][256])[mode]
+        for model, arch in COSTS.SHAPES.items()
+        for mode, moved in COSTS.extra_bytes(arch, 256).items()
     )
     claim("31", r"bytes explain at best (\d+) % of what a mode adds", 100 * best)
 

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from rosellm.cluster import router
-from rosellm.lab.records import arrivals, one_pass, two_gpus
+from rosellm.lab.records import arrivals, two_gpus
 from rosellm.lab.records.records import find
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale import fitting, plan, step_model
@@ -106,10 +106,11 @@ def test_a_long_prompts_figures_are_those_recorded():
 # 34
 
 
-FOUND = one_pass.recorded(find())["gpt2"]
+both_ways = load_exhibit("both_ways")
+FOUND = both_ways.recorded(find())["gpt2"]
 SLOWER = {
     (rows, tokens): 100 * (joined / apart - 1)
-    for rows, tokens, apart, joined, _ in one_pass.beside_rows(FOUND)
+    for rows, tokens, apart, joined, _ in both_ways.beside_rows(FOUND)
 }
 
 
@@ -141,7 +142,7 @@ def test_a_long_prompts_waits_are_those_recorded_and_overlap():
     claim("34", words, *values)
     claim("34", r"one joined run waited ([\d.]+) ms", max(wait for runs in waits.values() for wait in runs))
     assert all(max(waits["joined", k]) > min(waits["apart", k]) for k in ("chunked", "whole"))
-    assert one_pass.verdict_of(FOUND).sign == 0
+    assert both_ways.verdict_of(FOUND).sign == 0
 
 
 # 36

@@ -104,12 +104,12 @@ def batches_to(most: int) -> list[int]:
     return [rows for rows in BATCHES if rows <= most]
 
 
-def recorded(results: Results) -> dict[str, Any]:
-    """Return ``measure``'s recorded figures and the engine's ``max_batch_size``; {} if there are none."""
-    if "arrivals" not in results.names():
-        return {}
-    record = results.load("arrivals")
-    return {"max_batch_size": record["max_batch_size"], **record["figures"]}
+def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
+    """Return model → ``measure``'s recorded figures, and the engine's ``max_batch_size``."""
+    records = results.by_model("arrivals")
+    return {
+        model: {"max_batch_size": one["max_batch_size"], **one["figures"]} for model, one in records.items()
+    }
 
 
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
@@ -120,23 +120,10 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, joined in zip(LONG_RECORDS, ("", "joined, "), strict=True):
-        for path in sorted(results.folder.glob(f"*/{name}.json")):
-            ways = Results(path.parent).load(name)["results"]
-            own = {f"{joined}{way}": result["medians"] for way, result in ways.items()}
-            found.setdefault(path.parent.name, {}).update(own)
+        for model, record in results.by_model(name).items():
+            own = {f"{joined}{way}": result["medians"] for way, result in record["results"].items()}
+            found.setdefault(model, {}).update(own)
     return found
-
-
-def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → its :func:`recorded` figures: modern models first, then W8's own."""
-    paths = [*sorted(results.folder.glob("*/arrivals.json")), results.folder / "arrivals.json"]
-    folders = [Results(path.parent) for path in paths if path.is_file()]
-    return {one.load("arrivals")["model"].rsplit("/", 1)[-1]: recorded(one) for one in folders}
-
-
-def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:
-    """Return the requests per second that a run served."""
-    return len(arrivals_of(options)) / run["total_time_s"]
 
 
 def measure(
@@ -150,7 +137,7 @@ def measure(
     live_run(engine, streaming_options(workload, most), limits_s)  # warm-up
     options = streaming_options(workload, ROUNDS * most)
     at_once = live_run(engine, options, limits_s)
-    capacity, runs = requests_s(at_once, options), []
+    capacity, runs = ROUNDS * most / at_once["total_time_s"], []
     for share in SHARES:
         rate = share * capacity
         options = streaming_options(workload, max(1, round(seconds * rate)), rate)

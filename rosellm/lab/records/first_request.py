@@ -65,9 +65,8 @@ def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def recorded(results: Results) -> list[dict[str, Any]]:
-    """Return the recorded processes; [] if there are none."""
-    name = "first_request"
-    return results.load(name)["figures"]["processes"] if name in results.names() else []
+    """Return the recorded processes. Raises ``RecordError``."""
+    return results.figures("first_request", "processes")
 
 
 def run_ratio(process: dict[str, Any]) -> float:

@@ -8,13 +8,11 @@ chunks and whole.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,15 +21,13 @@ from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingL
 from rosellm.bench.job import Job, make_engine, scheduler_config
 from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
 from rosellm.bench.runs import mode_result
-from rosellm.bench.workloads import WORKLOADS, Workload
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.bench import free_memory, make_prompts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.passes import JOINED, Pass, counted, passes_of
-from rosellm.lab.records.records import Results, number, percent_change
+from rosellm.lab.records.passes import JOINED, counted, passes_of
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.turns import in_turns
-from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -40,7 +36,6 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import RECIPES, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 NAME = "one_pass"
 WORKLOAD = WORKLOADS["W8"]
@@ -165,20 +160,17 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
 
 
 def measure(asked: Asked) -> Iterator[Record]:
-    """Measure all figures; print each part when it is done."""
+    """Measure all figures."""
     gpt, tokenizer, turns = asked.gpt, asked.tokenizer, asked["repeats"]
     ways = ways_of(gpt.device)
     options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id))
     runs = measure_runs(gpt, tokenizer, ways, options, turns)
-    print(told_runs(runs), flush=True)
     free_memory()
     beside = measure_beside(gpt, ways, asked.size, turns)
-    print(told_beside(beside), flush=True)
     free_memory()
     of_model = "--hf-model-id", asked.model, "--device", asked.device, "--load-format", asked.load_format
     given = long_prompt_options(gpt, asked.size)
     long = measure_long_prompt(gpt, tokenizer, ways, [*given, *of_model], turns)
-    print(told_long(long), flush=True)
     facts = {"model": asked.model, "size": asked.size.name, "workload": WORKLOAD.id}
     figures = {
         "ways": {way: recipe.as_dict() for way, recipe in ways.items()},
@@ -187,117 +179,6 @@ def measure(asked: Asked) -> Iterator[Record]:
         "long_prompt": {"options": given, **long},
     }
     yield asked.record(NAME, **facts, dtype=str(gpt.dtype).removeprefix("torch."), figures=figures)
-
-
-def told_runs(runs: Mapping[str, dict[str, Any]]) -> str:
-    """Describe whole runs in one line."""
-    shown = []
-    for way, run in runs.items():
-        tok_s, passes = run["medians"]["total_throughput_tok_s"], sum(run["passes"].values())
-        shown.append(f"{way} {number(tok_s)} tok/s in {passes} passes")
-    return f"{WORKLOAD.id}: {' · '.join(shown)}"
-
-
-def told_beside(beside: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> str:
-    """Return a line for each number of rows and prompt tokens."""
-    return "\n".join(
-        f"{rows} rows, a prompt of {tokens}: "
-        + " · ".join(f"{way} {number(median(us))} µs" for way, us in both.items())
-        for rows, lengths in beside.items()
-        for tokens, both in lengths.items()
-    )
-
-
-def told_long(long: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return a line for each way and kind."""
-    keys = {"p50": "itl_beside_p50_s", "p99": "itl_beside_p99_s", "its TTFT": "long_prompt_ttft_s"}
-    return "\n".join(
-        f"beside a long prompt, {kind}, {way}: ITL "
-        + ", ".join(f"{name} {one['medians'][key] * 1e3:.2f} ms" for name, key in keys.items())
-        for way, kinds in long.items()
-        for kind, one in kinds.items()
-    )
-
-
-def recorded(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → the recorded figures of :func:`measure`; W8's own model first."""
-    paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
-    folders = [results if path.parent == results.folder else Results(path.parent) for path in paths]
-    records = [folder.load(NAME) for folder in folders]
-    return {Path(record["model"]).name: record["figures"] for record in records}
-
-
-BESIDE_HEADS = ["rows", "prompt tokens", "apart, µs", "joined, µs", "change"]
-LONG_HEADS = ["a long prompt, ms", "", "others' ITL meanwhile, p50", "p99", "its TTFT"]
-LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
-
-
-def beside_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
-    """Return rows for a decode step plus a prompt, by rows and prompt tokens: medians of the turns."""
-    rows = []
-    for batch, lengths in figures["beside_us"].items():
-        for tokens, both in lengths.items():
-            apart, joined = (median(both[way]) for way in (APART, JOINED))
-            rows.append([int(batch), int(tokens), apart, joined, percent_change(apart, joined)])
-    return rows
-
-
-def long_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
-    """Return rows of latencies during a long prompt, medians of the turns."""
-    both = figures["long_prompt"]
-    return [
-        [kind, way, *(both[way][kind]["medians"][key] * 1e3 for key in LONG_KEYS)]
-        for kind in ("chunked", "whole")
-        for way in (APART, JOINED)
-    ]
-
-
-class LiveRun(NamedTuple):
-    """A run's passes, each request's new tokens, and its duration."""
-
-    passes: list[Pass]
-    tokens: list[list[int]]
-    seconds: float
-
-
-def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
-    """Serve a workload's requests both ways, one after the other, each after a warm-up run."""
-    typed = arrivals.streaming_options(workload, workload.num_requests)
-    options = STREAMING.parse_options(typed)
-    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    sizes = gpt, None, max(map(len, prompts))
-    engines = {way: make_engine(options, one, *sizes) for way, one in ways_of(gpt.device).items()}
-    return {way: _live_run(engine, options, prompts, params) for way, engine in engines.items()}
-
-
-def _live_run(engine: Engine, options: Namespace, prompts: Any, params: list[SamplingParams]) -> LiveRun:
-    def serve() -> list[list[int]]:
-        outputs = OfflineScheduler(engine, scheduler_config(options)).run(prompts, params)
-        return [output.token_ids for output in outputs]
-
-    tokens = serve()
-    start = perf_counter()
-    passes = passes_of(engine, serve)
-    return LiveRun(passes, tokens, perf_counter() - start)
-
-
-def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float, float]) -> str:
-    """State the record's verdict, and whether the gain lies in the predicted range."""
-    found, (least, most) = verdict_of(figures), predicted
-    kept = {1: "kept", -1: "not kept", 0: "left aside"}[found.sign]
-    inside = "as" if least <= found.ratio - 1 <= most else "not as"
-    return (
-        f"**{model}: {kept}.** Joined, {found.workload} changes by {found.change} ({found.word}), {inside} "
-        f"predicted: +{least:.0%} to +{most:.0%}."
-    )
-
-
-def verdict_of(figures: Mapping[str, Any]) -> Verdict:
-    """Return the verdict on whole runs, prompts apart versus joined, measured in turns in one process."""
-    before, after = (
-        [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
-    )
-    return Verdict(WORKLOAD.id, before, after)
 
 
 EXPERIMENTS = [Experiment("one_pass", measure, {"repeats": 5})]

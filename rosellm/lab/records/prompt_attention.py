@@ -24,7 +24,7 @@ from rosellm.bench.workloads import MODERN_MODEL
 from rosellm.errors import OptionError
 from rosellm.lab.records.earlier import in_parts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.records import number
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
@@ -145,12 +145,6 @@ def told(length: str, measured: Mapping[str, Any]) -> str:
     ways_told = ", ".join(f"{name} {number(speed)}" for name, speed in speeds.items())
     share = f"{of_best_library(speeds):.0%}".replace("%", " %")
     return f"{measured['prompts']} × {int(length):,}: {ways_told} TFLOP/s; ours {share} of the best library"
-
-
-def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return model → its recorded figures of :func:`measure`."""
-    paths = sorted(results.folder.glob(f"*/{NAME}.json"))
-    return {path.parent.name: Results(path.parent).load(NAME)["figures"] for path in paths}
 
 
 def measure(asked: Asked) -> Iterator[Record]:

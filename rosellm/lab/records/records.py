@@ -130,6 +130,12 @@ class Results:
             raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
         return path
 
+    def by_model(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return model → its record ``name``: those in models' folders, then that of the device's own."""
+        paths = [*sorted(self.folder.glob(f"*/{name}.json")), *self.folder.glob(f"{name}.json")]
+        records = [Results(path.parent).load(name) for path in paths]
+        return {Path(record["model"]).name: record for record in records}
+
     def record(self, workload: str, rung: str) -> dict[str, Any]:
         """Return a benchmark's whole record. Raises RecordError, listing the workload's measured rungs."""
         rungs = self.rungs(workload)

@@ -18,20 +18,15 @@ from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.earlier import in_parts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.model_runs import short_name
-from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.records import number
 from rosellm.lab.records.step_time import prompt_length, room, turn_us
 from rosellm.lab.records.turns import in_turns
-from rosellm.models.arch import Arch
-from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_dtype
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import RECIPES, Recipe
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.logprob_ring import SIZES
 
 NAME = "sampling_steps"
-SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # models to record
 BATCHES = 1, 8, 64, 256
 CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens per sequence, turns per mode, seconds per turn
 
@@ -101,43 +96,6 @@ def measure_modes(
 
 def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
     return rung if head is None else replace(RECIPES[rung], head=head)
-
-
-def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Return model → batch → mode → µs per step of each turn, for every model with a record."""
-    models = sorted(path.parent.name for path in results.folder.glob(f"*/{NAME}.json"))
-    figures = {model: Results(results.folder / model).load(NAME)["figures"] for model in models}
-    return {
-        model: {
-            int(batch): {mode: one["turns_us"] for mode, one in modes.items()}
-            for batch, modes in own["batches"].items()
-        }
-        for model, own in figures.items()
-    }
-
-
-def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
-    """Return mode → bytes that a step of ``batch`` rows moves in addition to a greedy one.
-
-    Weights have 16 bits, logits and counts 32. Tile maxima and reads of few tiles are omitted.
-    """
-    row, head = 4 * arch.vocab_size, 2 * arch.vocab_size * arch.d_model
-    runs = -(-batch // SIZES[-1])  # logprobs; each reads the head's weights again
-    return {
-        "temperature": 0,
-        "top-p": 2 * batch * row,  # logits: written, read to sum those above the drawn token
-        "top-k, top-p": batch * row,  # written
-        "+ penalties": 2 * batch * row,  # and counts are read
-        "logprobs": runs * head + 5 * batch * row,  # logits and logprobs: written, read; and ranks
-        "top-k, top-p: one row": row,
-        "logprobs: one row": head + 5 * row,
-    }
-
-
-def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return mode → µs by which the median step exceeds the greedy one."""
-    greedy = median(turns_us[GREEDY])
-    return {mode: median(turns) - greedy for mode, turns in turns_us.items() if mode != GREEDY}
 
 
 def measure(asked: Asked) -> Iterator[Record]:

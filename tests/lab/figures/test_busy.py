@@ -4,11 +4,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rosellm.lab.figures.busy import INKS, LONGER, NAMES, README_BATCH, busy_chart, steps_of
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS
 from rosellm.lab.records.records import find, number, results_folder
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
+
+busy = load_exhibit("busy")
+LONGER = busy.LONGER
 
 BATCHES = ("1", "8", "64", "256")
 
@@ -18,17 +21,17 @@ def test_every_rung_up_to_the_best_is_drawn_with_its_recorded_step_and_busy_shar
     recorded = {rung: Ledger.from_dict(one) for rung, one in find().figures("ledger", batch).items()}
     names = [rung for rung in LADDER if rung in recorded and rung not in SIDE_BRANCHES]
     shown = [rung for rung in names[: names.index(BEST_RUNG) + 1] if not recorded[rung].is_disturbed]
-    works, waits = busy_chart(find(), batch).data
+    works, waits = busy.busy_chart(find(), batch).data
     assert list(works.y[1]) == shown and shown[0] == "dense"
-    for rung, busy, idle, text in zip(shown, works.x, waits.x, waits.text, strict=True):
-        assert busy + idle == pytest.approx(recorded[rung].step_us)
-        assert busy / (busy + idle) == pytest.approx(min(1, recorded[rung].busy))
+    for rung, works_us, idle, text in zip(shown, works.x, waits.x, waits.text, strict=True):
+        assert works_us + idle == pytest.approx(recorded[rung].step_us)
+        assert works_us / (works_us + idle) == pytest.approx(min(1, recorded[rung].busy))
         assert text.startswith(f"{number(recorded[rung].step_us)} µs, ")
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_table_tells_the_recorded_busy_time_and_a_note_says_where_it_exceeds_the_step(batch):
-    chart = busy_chart(find(), batch)
+    chart = busy.busy_chart(find(), batch)
     _, _, *rows = chart.table.splitlines()
     told = {row.split()[0]: row.split()[2] for row in rows if row != LONGER}
     recorded = find().figures("ledger", batch)
@@ -38,7 +41,7 @@ def test_the_table_tells_the_recorded_busy_time_and_a_note_says_where_it_exceeds
 
 
 def test_a_rung_stands_in_the_act_of_its_notebook_and_act_one_ends_where_the_gpu_runs_on_its_own():
-    steps = steps_of(find(), 64)
+    steps = busy.steps_of(find(), 64)
     acts = {number: act.name for act in ACTS for number in act.numbers}
     assert [step.act for step in steps[1:]] == [acts[NOTEBOOKS[step.rung][:2]] for step in steps[1:]]
     first, second = ([step for step in steps if step.act.startswith(act)] for act in ("Act I:", "Act II:"))
@@ -47,12 +50,12 @@ def test_a_rung_stands_in_the_act_of_its_notebook_and_act_one_ends_where_the_gpu
     assert min(step.share for step in (first[-1], *second)) > 0.9 > max(step.share for step in first[:-1])
 
 
-@pytest.mark.parametrize("name", INKS)
+@pytest.mark.parametrize("name", busy.INKS)
 def test_the_picture_of_readme_tells_the_recorded_steps(name):
-    """Renewed by ``python -m rosellm.lab.figures.busy``."""
-    chart = busy_chart(find(), README_BATCH)
+    """Renewed by ``python notebooks/exhibits/busy.py``."""
+    chart = busy.busy_chart(find(), busy.README_BATCH)
     picture = ElementTree.parse(results_folder() / f"busy-{name}.svg")
     told = ["".join(text.itertext()) for text in picture.iter("{http://www.w3.org/2000/svg}text")]
     works, waits = chart.data
-    wanted = [chart.layout.title.text, *works.y[1], *dict.fromkeys(works.y[0]), *waits.text, *NAMES]
+    wanted = [chart.layout.title.text, *works.y[1], *dict.fromkeys(works.y[0]), *waits.text, *busy.NAMES]
     assert set(wanted) <= set(told)

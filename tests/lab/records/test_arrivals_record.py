@@ -123,17 +123,18 @@ def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
 
 
-def test_what_is_recorded_is_found_and_before_that_nothing(tmp_path) -> None:
-    assert arrivals.recorded(Results(tmp_path)) == {} == arrivals.recorded_long_prompt(Results(tmp_path))
-    runs = [{"share": share, "ttft_p99_s": share / 10} for share in (0.5, 0.95)]
-    figures = {"capacity_req_s": 400.0, "runs": runs}
-    (tmp_path / "arrivals.json").write_text(json.dumps({"max_batch_size": 256, "figures": figures}))
-    assert arrivals.recorded(Results(tmp_path)) == {"max_batch_size": 256, **figures}
+def test_what_is_recorded_is_found_by_model_and_before_that_nothing(tmp_path) -> None:
+    results = Results(tmp_path)
+    assert arrivals.recorded_servers(results) == {} == arrivals.recorded_long_prompt(results)
     (tmp_path / "Qwen3").mkdir()
-    both = {way: {"medians": {"itl_beside_p50_s": 0.01}} for way in ("chunked", "whole")}
-    (tmp_path / "Qwen3" / "long_prompt.json").write_text(json.dumps({"results": both}))
-    long = arrivals.recorded_long_prompt(Results(tmp_path))
-    assert long == {"Qwen3": {way: {"itl_beside_p50_s": 0.01} for way in ("chunked", "whole")}}
-    (tmp_path / "Qwen3" / "long_prompt_joined.json").write_text(json.dumps({"results": both}))
-    long = arrivals.recorded_long_prompt(Results(tmp_path))
-    assert list(long["Qwen3"]) == ["chunked", "whole", "joined, chunked", "joined, whole"]
+    own = {"model": "gpt2", "max_batch_size": 256, "figures": {"capacity_req_s": 400.0}}
+    (tmp_path / "arrivals.json").write_text(json.dumps(own))
+    (tmp_path / "Qwen3" / "arrivals.json").write_text(json.dumps(own | {"model": "Qwen/Qwen3"}))
+    one = {"max_batch_size": 256, "capacity_req_s": 400.0}
+    assert list(arrivals.recorded_servers(results).items()) == [("Qwen3", one), ("gpt2", one)]
+    medians = {"itl_beside_p50_s": 0.01}
+    both = {"model": "Qwen/Qwen3", "results": {way: {"medians": medians} for way in ("chunked", "whole")}}
+    for name in ("long_prompt", "long_prompt_joined"):
+        (tmp_path / "Qwen3" / f"{name}.json").write_text(json.dumps(both))
+    ways = ("chunked", "whole", "joined, chunked", "joined, whole")
+    assert arrivals.recorded_long_prompt(results) == {"Qwen3": dict.fromkeys(ways, medians)}

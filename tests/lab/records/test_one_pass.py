@@ -22,7 +22,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import random_model, random_prompts, small_engine
 
-pass_timeline = load_exhibit("pass_timeline").pass_timeline
+pass_timeline, both_ways = load_exhibit("pass_timeline").pass_timeline, load_exhibit("both_ways")
 
 MODEL = random_model(0)
 
@@ -90,17 +90,17 @@ def made_up_figures(tok_s: dict[str, list[float]]) -> dict:
 
 
 def test_the_verdict_counts_only_turns_that_do_not_overlap() -> None:
-    verdict = one_pass.verdict_of(made_up_figures(FASTER))
+    verdict = both_ways.verdict_of(made_up_figures(FASTER))
     assert verdict.word == "faster" and verdict.change == "+10.0 %"
     both = made_up_figures({"apart": [100.0, 101.0], "joined": [90.0, 120.0]})
-    assert one_pass.verdict_of(both).word == "no difference beyond the noise"
+    assert both_ways.verdict_of(both).word == "no difference beyond the noise"
 
 
 def test_the_verdict_is_told_with_what_was_predicted() -> None:
-    told = one_pass.told_verdict("gpt2", made_up_figures(FASTER), predicted=(0.03, 0.1))
+    told = both_ways.told_verdict("gpt2", made_up_figures(FASTER), predicted=(0.03, 0.1))
     assert told == "**gpt2: kept.** Joined, W8 changes by +10.0 % (faster), as predicted: +3% to +10%."
     slower = made_up_figures({"apart": FASTER["joined"], "joined": FASTER["apart"]})
-    assert "not kept" in (told := one_pass.told_verdict("gpt2", slower, (0.03, 0.1))) and "not as" in told
+    assert "not kept" in (told := both_ways.told_verdict("gpt2", slower, (0.03, 0.1))) and "not as" in told
 
 
 def test_tables_have_a_row_for_each_size_and_each_way() -> None:
@@ -110,8 +110,8 @@ def test_tables_have_a_row_for_each_size_and_each_way() -> None:
         "beside_us": {"8": {"128": {"apart": [300.0, 320.0], "joined": [248.0, 248.0]}}},
         "long_prompt": {"options": [], "apart": kinds, "joined": kinds},
     }
-    assert one_pass.beside_rows(figures) == [[8, 128, 310.0, 248.0, "−20.0 %"]]
-    rows = one_pass.long_rows(figures)
+    assert both_ways.beside_rows(figures) == [[8, 128, 310.0, 248.0, "−20.0 %"]]
+    rows = both_ways.long_rows(figures)
     assert rows[0] == ["chunked", "apart", 1.0, 2.0, 50.0] and [row[:2] for row in rows[2:]] == [
         ["whole", "apart"],
         ["whole", "joined"],
@@ -120,19 +120,19 @@ def test_tables_have_a_row_for_each_size_and_each_way() -> None:
 
 def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() -> None:
     workload = Workload("small", 16, 14, 4, prompt_tokens=9, min_new_tokens=3, min_prompt_tokens=2)
-    runs = one_pass.both_ways(random_model(0), workload)
+    runs = both_ways.both_ways(random_model(0), workload)
     assert runs["apart"].tokens == runs["joined"].tokens and len(runs["joined"].tokens) == 16
     assert len(runs["joined"].passes) < len(runs["apart"].passes)
 
 
 @pytest.mark.slow
-def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, capsys, monkeypatch) -> None:
+def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     assert measure.main(["one_pass", "--device=cpu", "--repeats=2", f"--output={tmp_path}"]) == 0
     record = json.loads((tmp_path / "rose-tiny" / "one_pass.json").read_text())
     assert record["kind"] == "one_pass" and record["workload"] == "W8" and record["model"] == "rose-tiny"
-    figures = one_pass.recorded(Results(tmp_path))["rose-tiny"]
+    figures = both_ways.recorded(Results(tmp_path))["rose-tiny"]
     assert figures == record["figures"]
     for way in ("apart", "joined"):
         assert len(figures["runs"][way]["repeats"]) == 2 and sum(figures["runs"][way]["passes"].values()) > 8
@@ -143,16 +143,3 @@ def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, cap
     assert all(len(us) == 2 for us in figures["beside_us"]["4"]["32"].values())
     tokens = {run["repeats"][0]["tokens_sha256"] for run in figures["runs"].values()}
     assert len(tokens) == 1
-    said = capsys.readouterr().out
-    assert "W8: apart" in said and "4 rows, a prompt of 32: apart" in said and "beside a long prompt" in said
-
-
-def test_nothing_recorded_is_no_figures(tmp_path) -> None:
-    assert one_pass.recorded(Results(tmp_path)) == {}
-
-
-def test_a_bad_number_of_repeats_is_told_in_one_line(tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        measure.main(["one_pass", "--output", str(tmp_path), "--repeats", "0"])
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "'0'" in said

@@ -27,7 +27,7 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
 def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
     options = ["--model=rose-tiny", "--device=cpu", "--lengths=64,9", "--tokens=128", "--repeats=2"]
     assert measure.main(["prompt_attention", *options, f"--output={tmp_path}"]) == 0
-    figures = prompt_attention.recorded(Results(tmp_path))["rose-tiny"]
+    figures = Results(tmp_path).by_model("prompt_attention")["rose-tiny"]["figures"]
     heads, _, head_dim = json.loads((tmp_path / "rose-tiny" / "prompt_attention.json").read_text())["heads"]
     for length, prompts in ((9, 14), (64, 2)):
         found = figures[str(length)]
@@ -45,7 +45,7 @@ def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsy
     options = ["prompt_attention", "--model=rose-tiny", "--device=cpu", f"--output={tmp_path}"]
     for length in (64, 9):
         assert measure.main([*options, "--tokens=128", f"--lengths={length}"]) == 0
-    assert list(prompt_attention.recorded(Results(tmp_path))["rose-tiny"]) == ["9", "64"]
+    assert list(Results(tmp_path).by_model("prompt_attention")["rose-tiny"]["figures"]) == ["9", "64"]
     assert measure.main([*options, "--tokens=256", "--lengths=9"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose 64, measured with another tokens" in said

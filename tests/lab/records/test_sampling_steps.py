@@ -10,21 +10,16 @@ from rosellm.lab import measure
 from rosellm.lab.records import experiment, sampling_steps
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.records import Results, find
-from rosellm.lab.records.sampling_steps import (
-    GREEDY,
-    MODES,
-    extra_bytes,
-    extra_us,
-    measure_modes,
-    modes_of,
-    recorded_modes,
-)
+from rosellm.lab.records.sampling_steps import GREEDY, MODES, measure_modes, modes_of
 from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.resident import ResidentStep
 from tests.helpers import CPU, random_model, small_config
+
+costs = load_exhibit("sampling_costs")
 
 CHOOSERS = {
     GREEDY: "greedy",
@@ -107,7 +102,7 @@ def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tm
         assert list(modes) == list(modes_of(int(batch)))
         for one in modes.values():
             assert len(one["turns_us"]) == 3 and one["median_us"] == sorted(one["turns_us"])[1] > 0
-    (steps,) = recorded_modes(Results(tmp_path)).values()
+    (steps,) = costs.recorded_modes(Results(tmp_path)).values()
     assert list(steps) == [1, 3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
     assert capsys.readouterr().out.count("B=") == 2
 
@@ -119,20 +114,15 @@ def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_rec
     asked = ["--model=rose-tiny", "--load-format=auto", "--device=cpu", f"--output={tmp_path}"]
     for batch in ("8", "1"):
         assert measure.main(["sampling_steps", *asked, "--context=20", f"--batches={batch}"]) == 0
-    assert list(recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
+    assert list(costs.recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
     monkeypatch.setattr(experiment, "get_parts", lambda *_given: pytest.fail("loaded before refusing"))
     assert measure.main(["sampling_steps", *asked, "--context=30", "--batches=8"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose 1, measured with another context" in said
 
 
-def test_models_without_a_record_are_left_out(tmp_path):
-    (tmp_path / "gpt2").mkdir()
-    assert recorded_modes(Results(tmp_path)) == {}
-
-
 def test_a_committed_record_has_every_mode_of_every_batch():
-    for model_name, batches in recorded_modes(find()).items():
+    for model_name, batches in costs.recorded_modes(find()).items():
         for batch, modes in batches.items():
             assert list(modes) == list(modes_of(batch)), f"{model_name}, {batch}"
 
@@ -165,7 +155,7 @@ def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():
     tiles = filtered_tiles_ref(hidden=torch.ones(6, 32), weight=torch.ones(128, 32), state=state)
     counts = torch.zeros(6, arch.vocab_size, dtype=torch.int32)
     logits_bytes = tiles.logits.numel() * 4
-    found = extra_bytes(arch, 6)
+    found = costs.extra_bytes(arch, 6)
     assert found["top-k, top-p"] == 6 * found["top-k, top-p: one row"] == logits_bytes
     assert found["+ penalties"] == logits_bytes + counts[:6].numel() * counts.itemsize
     assert found["temperature"] == 0
@@ -174,12 +164,12 @@ def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():
 @pytest.mark.parametrize(("batch", "runs"), [(1, 1), (64, 1), (65, 2), (256, 4)])
 def test_log_probabilities_read_the_head_once_a_run(batch, runs):
     arch = small_config()
-    one, many = (extra_bytes(arch, n)["logprobs"] for n in (1, batch))
+    one, many = (costs.extra_bytes(arch, n)["logprobs"] for n in (1, batch))
     logits = (one - 2 * 101 * 32) * batch
     assert many - logits == runs * 2 * 101 * 32
-    assert extra_bytes(arch, batch)["logprobs: one row"] == one
+    assert costs.extra_bytes(arch, batch)["logprobs: one row"] == one
 
 
 def test_what_a_mode_adds_is_the_difference_of_medians():
     turns = {GREEDY: [9.0, 10.0, 30.0], "top-p": [1.0, 14.0, 15.0]}
-    assert extra_us(turns) == {"top-p": 4.0}
+    assert costs.extra_us(turns) == {"top-p": 4.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rosellm.atomic import write_text
-from rosellm.command_line import OneLineParser, command
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GRID, PALE
 from rosellm.lab.records.ledger import Ledger
@@ -93,10 +92,8 @@ def _label(step: Step) -> str:
     return f"{number(step.us)} µs, {step.share:.0%} busy"
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
+def write_pictures() -> None:
     """Write the chart of README.md, for light and dark pages; needs Chrome or Chromium."""
-    OneLineParser(prog="python -m rosellm.lab.figures.busy", description=main.__doc__).parse_args(argv)
     chart = busy_chart(find(), README_BATCH).update_layout(width=1024)
     for name, ink in INKS.items():
         svg = chart.update_layout(font_color=ink).to_image("svg").decode()
@@ -104,4 +101,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    write_pictures()
