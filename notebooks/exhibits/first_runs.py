@@ -7,6 +7,9 @@ from typing import Any
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, VIOLET, fill
+from rosellm.lab.records.first_request import WORKLOAD
+from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.sizes import Size
 
 STYLES = {
     "import": (PALE, ""),
@@ -18,6 +21,19 @@ STYLES = {
     "run 2": (GREEN, ""),
     "run 3": (GREEN, "/"),
 }
+
+
+def process_options(
+    size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
+) -> list[str]:
+    """Return options for the scheduler's benchmark: W8, no larger than ``size``."""
+    options = size.options(WORKLOAD) | {
+        "--hf-model-id": model_path(model),
+        "--load-format": load_format,
+        "--device": device,
+        "--dtype": dtype,
+    }
+    return [str(text) for pair in options.items() for text in pair]
 
 
 def parts_s(process: dict[str, Any]) -> dict[str, float]:

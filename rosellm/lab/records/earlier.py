@@ -9,6 +9,7 @@ from typing import Any
 
 from rosellm.lab.records.bench import free_memory
 from rosellm.lab.records.records import RecordError, Results
+from rosellm.lab.records.turns import each
 
 # Environment entries that all parts of a record share; a copy without git has only a version.
 OF_MACHINE = ("device_name", "git_commit", "rosellm")
@@ -28,8 +29,8 @@ def in_parts(
     are None is left out. Raises ``RecordError`` if others would be lost.
     """
     found = kept_parts(path, begun, list(parts), key)
-    for name, measure in parts.items():
-        if (figures := measure()) is not None:
+    for name in each(path.stem, parts):
+        if (figures := parts[name]()) is not None:
             found[name] = figures
         ordered = dict(sorted(found.items(), key=lambda part: order(part[0]))) if order else dict(found)
         yield (
@@ -40,22 +41,14 @@ def in_parts(
         free_memory()
 
 
-def earlier_parts(path: Path, today: dict[str, Any], key: str | None = None) -> dict[str, Any]:
-    """Return part → figures of the record at ``path``; {} unless measured under the same conditions.
-
-    Device name, commit, and all facts of the two besides their parts must agree. today: the new record, still
-    without parts. key: where figures hold the parts; None if figures hold nothing else.
-    """
-    found = _load(path)
-    return {} if _differences(found, today, key) else _parts(found, key)
-
-
 def kept_parts(
     path: Path, today: dict[str, Any], asked: Sequence[str], key: str | None = None
 ) -> dict[str, Any]:
-    """Return :func:`earlier_parts` for a run that measures the parts ``asked``, which may be empty.
+    """Return part → figures of the record at ``path``; {} unless measured under the same conditions.
 
-    Raises ``RecordError`` if the run would lose any others.
+    Device name, commit, and all facts of the two besides their parts must agree. today: the new record, still
+    without parts. asked: the parts to be measured; raises ``RecordError`` if others would be lost; none: any
+    may be. key: where figures hold the parts; None if figures hold nothing else.
     """
     found = _load(path)
     lost = [part for part in _parts(found, key) if part not in asked] if asked else []

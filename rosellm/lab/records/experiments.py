@@ -5,30 +5,21 @@ Each takes a model and sizes, and returns a plain dict that a record stores unch
 
 from __future__ import annotations
 
-import math
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 
 from rosellm.lab.records.bench import (
-    Bench,
     compare_logits,
     decode_tokens,
     first_difference,
     forced_logits,
     make_prompts,
-    run_recipe,
     share_equal,
 )
-from rosellm.lab.records.ledger import step_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.trace import Trace
 from rosellm.ladder.dense import H2D_RANGE
 from rosellm.ladder.pools import SlotPool, TuplePool
@@ -42,9 +33,9 @@ APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
 def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
-    """Count what one decode step launched, copied and allocated.
+    """Count what one decode step launched, copied and allocated; ``range_us``: the host's µs in its parts.
 
-    On a CPU "kernels" are operators called from Python, and nothing is copied.
+    On a CPU "kernels" are operators called from Python, and nothing is copied. The profiler inflates times.
     """
     tables, append = trace.within(H2D_RANGE), trace.within(APPEND_RANGE)
     return {
@@ -58,31 +49,8 @@ def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
         "append_copies_a_layer": len(append.host_to_device) / n_layers,
         "allocations": trace.allocations,
         "allocated_bytes": trace.allocated_bytes,
-        "range_us": host_time(trace),
+        "range_us": {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE},
     }
-
-
-def host_time(trace: Trace) -> dict[str, float]:
-    """Return the host's microseconds in each part of the step, all inflated by the profiler."""
-    parts = {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE}
-    return parts
-
-
-def counted_rungs(
-    model: Transformer,
-    rungs: list[str],
-    batch: int,
-    new_tokens: int = 16,
-    lengths: int | list[int] = 2,
-    gate_from: int | None = None,
-) -> dict[str, dict]:
-    """Return each rung's counted step at one batch size; prompts cycle through ``lengths``."""
-    prompts = make_prompts(batch, lengths, model.config.vocab_size)
-    figures = {}
-    for rung in rungs:
-        run = run_recipe(model, rung, prompts, new_tokens, gate_from=gate_from)
-        figures[rung] = count_step(run.trace, model.config.n_layers)
-    return figures
 
 
 def equality(
@@ -166,15 +134,9 @@ def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200)
     }
 
 
-def device_us(run: Callable[[], object], calls: int = 20) -> float:
-    """Return device µs per call, from replays of a CUDA graph of ``calls`` calls: no launch gaps."""
-    run()
-    torch.cuda.synchronize()
-    return (
-        triton.testing.do_bench_cudagraph(lambda: [run() for _ in range(calls)], rep=50, return_mode="median")
-        * 1e3
-        / calls
-    )
+def device_us(run: Callable[[], object]) -> float:
+    """Return device µs per call, from replays of a CUDA graph of many calls: no launch gaps."""
+    return triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median") * 1e3
 
 
 def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
@@ -208,81 +170,3 @@ def _reserve_ns(kind: type[TuplePool], batch: int, layers: int, steps: int, bloc
         for layer in range(layers):
             pools[layer].reserve_tokens(tables[layer])
     return (time.perf_counter_ns() - start) / (steps * layers * batch)
-
-
-def ledgers(
-    model: Transformer, rungs: list[str], batch: int, context: int, steps: int = 8
-) -> dict[str, dict[str, Any]]:
-    """Return each rung's ledger of a step of ``batch`` rows with about ``context`` cached tokens each."""
-    length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
-    prompts = make_prompts(batch, length, model.config.vocab_size)
-    return {rung: step_ledger(Bench(model, rung, prompts, room), steps).as_dict() for rung in rungs}
-
-
-def step_grid(
-    model: Transformer, rung: str, batches: list[int], contexts: list[int], steps: int = 12
-) -> list[dict[str, Any]]:
-    """Return median device µs per decode step for each batch size and cached context, and KV bytes read.
-
-    Steps run as in a scheduler, as many ahead as the rung allows.
-    """
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        for context in contexts:
-            prompts = make_prompts(batch, context, model.config.vocab_size)
-            bench = Bench(model, rung, prompts, steps + 2)
-            if not rows and model.device.type == "cuda":
-                _raise_clocks(bench, steps)
-            seconds = bench.run_ahead(steps)
-            read = min(context + steps / 2, model.config.window or math.inf)
-            kv_bytes = batch * read * model.config.kv_bytes_per_token(model.dtype.itemsize)
-            rows.append(
-                {
-                    "batch": batch,
-                    "context": context,
-                    "step_us": median(seconds[2:]) * 1e6,
-                    "steps_us": [s * 1e6 for s in seconds],
-                    "kv_bytes": kv_bytes,
-                }
-            )
-    return rows
-
-
-def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
-    """Run steps until the clocks of an idle GPU are at full speed."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        bench.run_ahead(steps)
-        bench.restart()
-
-
-FIRST_TOKENS = """
-import sys
-from rosellm import LLM, SamplingParams
-model, load_format, device, rung = sys.argv[1:]
-llm = LLM(model, rung=rung, device=device, load_format=load_format, max_batch_size=8)
-llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
-"""
-
-
-def cold_start(
-    model: str, load_format: str, device: str, rung: str, repeats: int = 2
-) -> dict[str, list[float]]:
-    """Return seconds of processes that generate two tokens, from start to end, by state of the kernel cache.
-
-    The second token takes a decode step; all graphs of the engine, for up to 8 sequences, are captured first.
-    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the cache filled
-    by that run.
-    """
-    seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as cache:
-            for name in seconds:
-                start = time.perf_counter()
-                subprocess.run(
-                    [sys.executable, "-c", FIRST_TOKENS, model, load_format, device, rung],
-                    env=os.environ | {"TRITON_CACHE_DIR": cache},
-                    check=True,
-                )
-                seconds[name].append(time.perf_counter() - start)
-    return seconds

@@ -19,9 +19,7 @@ from typing import Any
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.sizes import Size
 
 WORKLOAD = WORKLOADS["W8"]
 CHILD = (sys.executable, "-m", "rosellm.lab.records.first_process")
@@ -86,22 +84,9 @@ def told(process: dict[str, Any]) -> str:
     )
 
 
-def process_options(
-    size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
-) -> list[str]:
-    """Return options for the scheduler's benchmark: W8, no larger than ``size``."""
-    options = size.options(WORKLOAD) | {
-        "--hf-model-id": model_path(model),
-        "--load-format": load_format,
-        "--device": device,
-        "--dtype": dtype,
-    }
-    return [str(text) for pair in options.items() for text in pair]
-
-
 def record(asked: Asked) -> Iterator[Record]:
     """Run the processes one after the other; print a line for each."""
-    options, processes = process_options(asked.size, asked.model, asked.load_format, asked.device), []
+    options, processes = asked.benchmark_options(WORKLOAD.id), []
     for _ in range(asked["repeats"]):
         for process in measure(options):
             processes.append(process)

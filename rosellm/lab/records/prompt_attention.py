@@ -134,19 +134,6 @@ def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
     return {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
 
 
-def of_best_library(speeds: Mapping[str, float]) -> float:
-    """Return our speed as a fraction of the fastest library's."""
-    return speeds[OURS] / max(speed for name, speed in speeds.items() if name != OURS)
-
-
-def told(length: str, measured: Mapping[str, Any]) -> str:
-    """Describe one length in one line."""
-    speeds = tflop_s(measured)
-    ways_told = ", ".join(f"{name} {number(speed)}" for name, speed in speeds.items())
-    share = f"{of_best_library(speeds):.0%}".replace("%", " %")
-    return f"{measured['prompts']} × {int(length):,}: {ways_told} TFLOP/s; ours {share} of the best library"
-
-
 def measure(asked: Asked) -> Iterator[Record]:
     """Measure every length; print the result after each."""
     arch, tokens = asked.arch, asked["tokens"]
@@ -157,7 +144,8 @@ def measure(asked: Asked) -> Iterator[Record]:
     path, begun = asked.folder / f"{NAME}.json", asked.record(NAME, **facts, figures={})
     for record, length, figures in in_parts(path, begun, parts, order=int):
         yield record
-        print(told(length, figures), flush=True)
+        speeds = " · ".join(f"{name} {number(speed)}" for name, speed in tflop_s(figures).items())
+        print(f"{figures['prompts']} × {int(length):,}, TFLOP/s: {speeds}", flush=True)
 
 
 def _refuse(asked: Asked) -> None:

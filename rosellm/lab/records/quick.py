@@ -25,11 +25,10 @@ from rosellm.bench.record import write_record
 from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, describe
-from rosellm.lab.records.earlier import earlier_parts
-from rosellm.lab.records.experiment import Asked, Record
+from rosellm.lab.records.earlier import in_parts, kept_parts
+from rosellm.lab.records.experiment import Asked
 from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
-from rosellm.lab.records.recordings import APPENDED, each
 from rosellm.lab.records.records import Results, results_folder
 from rosellm.lab.records.registry import EXPERIMENTS
 from rosellm.lab.records.rungs import runnable
@@ -86,46 +85,41 @@ class Recorder:
     def jobs(self) -> list[Job]:
         """Return what is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
         short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
-        jobs = [self._experiment("ceilings")] if self.device.type == "cuda" else []
-        jobs += [self._steps("W0"), *self._runs(short, self.ends), self._steps("W1")]
-        jobs += [self._steps("W3"), self._steps("W2"), *self._runs(longer, self.ends)]
-        jobs += self._runs((*short, *longer), self.rungs[len(self.ends) :])
-        jobs += map(self._experiment, QUICK[self.device.type])
-        return [job for job in jobs if not self._is_done(job.name)]
+        names = ["ceilings"] if self.device.type == "cuda" else []
+        names += ["steps-W0", *_runs(short, self.ends), "steps-W1", "steps-W3", "steps-W2"]
+        names += _runs(longer, self.ends) + _runs((*short, *longer), self.rungs[len(self.ends) :])
+        names += QUICK[self.device.type]
+        return [Job(name, partial(self.run, name)) for name in names if not self._is_done(name)]
+
+    def run(self, name: str) -> None:
+        """Make one of the records; the summaries of benchmarks and experiments are not shown."""
+        kind, _, rest = name.partition("-")
+        if kind == "steps":
+            return self.steps(rest)
+        with redirect_stdout(io.StringIO()):
+            if kind not in WORKLOADS:
+                return EXPERIMENTS[name].run(self.asked)
+            (record,) = whole_run(self.asked, kind, ("--rung", rest), self.warmups)
+        write_record(self.folder / f"{name}.json", record)
 
     def steps(self, workload: str) -> None:
         """Record every rung's decode step at the workload's size, one rung at a time.
 
         Continues with the rungs that are recorded at this commit.
         """
+
+        def turns_us(rung: str) -> list[list[float]]:
+            effort = EFFORT[self.device.type]
+            return ladder_steps(self.asked.gpt, [rung], WORKLOADS[workload], **effort)["turns_us"][rung]
+
         name = f"steps-{workload}"
-        begun = self._record(name, _shape(name) | {"turns_us": {}})
-        known = earlier_parts(self.folder / f"{name}.json", begun, "turns_us")
-        for rung in each(name, [rung for rung in self.rungs if rung not in known]):
-            figures = ladder_steps(self.asked.gpt, [rung], WORKLOADS[workload], **EFFORT[self.device.type])
-            known |= figures["turns_us"]
-            figures |= {"turns_us": {one: known[one] for one in LADDER if one in known}}
-            write_record(self.folder / f"{name}.json", self._record(name, figures))
-
-    def whole_run(self, workload: str, rung: str) -> None:
-        """Record a workload's benchmark on a rung."""
-        with redirect_stdout(io.StringIO()):  # hide its summary
-            (record,) = whole_run(self.asked, workload, ("--rung", rung), self.warmups)
-        write_record(self.folder / f"{workload}-{rung}.json", record)
-
-    def experiment(self, name: str) -> None:
-        """Record one of the experiments of ``rosellm.lab.measure``."""
-        with redirect_stdout(io.StringIO()):
-            EXPERIMENTS[name].run(self.asked)
-
-    def _experiment(self, name: str) -> Job:
-        return Job(name, partial(self.experiment, name))
-
-    def _steps(self, workload: str) -> Job:
-        return Job(f"steps-{workload}", partial(self.steps, workload))
-
-    def _runs(self, workloads: tuple[str, ...], rungs: list[str]) -> list[Job]:
-        return [Job(f"{w}-{rung}", partial(self.whole_run, w, rung)) for w in workloads for rung in rungs]
+        path = self.folder / f"{name}.json"
+        figures: dict[str, Any] = _shape(name) | {"turns_us": {}}
+        begun = self.asked.record(name, model=MODEL, size=SIZE, figures=figures)
+        known = kept_parts(path, begun, [], "turns_us")
+        parts = {rung: partial(turns_us, rung) for rung in self.rungs if rung not in known}
+        for record, *_ in in_parts(path, begun, parts, "turns_us", list(LADDER).index):
+            write_record(path, record)
 
     def _is_done(self, name: str) -> bool:
         """Return whether a complete record of these settings exists, of any commit."""
@@ -137,15 +131,14 @@ class Recorder:
         record = self.results.load(name)
         if (record.get("model", MODEL), record.get("size", SIZE)) != (MODEL, SIZE):
             return False
-        if name == "kv_append":
-            return {row["batch_size"] for row in record.get("rows", [])} >= set(APPENDED)
-        return not name.startswith("steps-") or self._has_all_rungs(name, record.get("figures", {}))
-
-    def _has_all_rungs(self, name: str, steps: dict[str, Any]) -> bool:
+        if not name.startswith("steps-"):
+            return True
+        steps = record.get("figures", {})
         return _shape(name).items() <= steps.items() and set(self.rungs) <= steps.get("turns_us", {}).keys()
 
-    def _record(self, name: str, figures: dict[str, Any]) -> Record:
-        return self.asked.record(name, model=MODEL, size=SIZE, figures=figures)
+
+def _runs(workloads: tuple[str, ...], rungs: list[str]) -> list[str]:
+    return [f"{workload}-{rung}" for workload in workloads for rung in rungs]
 
 
 def _shape(name: str) -> dict[str, int]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from rosellm.bench import benchmark_kv_append
 from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, Workload
 from rosellm.errors import RoseError, describe
 from rosellm.lab.records import experiments, robustness, step_records
-from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.bench import Bench, get_model, make_prompts, run_recipe
 from rosellm.lab.records.earlier import in_parts
 from rosellm.lab.records.experiment import Asked, Experiment, Record, table
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps, positions_for
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
+from rosellm.lab.records.turns import each
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.model import Transformer
 
@@ -31,16 +38,6 @@ GRID_CONTEXTS = (64, 256, 512, 1000)
 LONGEST_TUNED = 960
 ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
 APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbenchmark
-
-T = TypeVar("T")
-
-
-def each(name: str, parts: Iterable[T]) -> Iterator[T]:
-    """Yield the parts of an experiment, with a progress bar."""
-    with tqdm(list(parts), leave=False) as bar:
-        for part in bar:
-            bar.set_description(f"{name}: {part}")
-            yield part
 
 
 def counts(asked: Asked) -> dict:
@@ -53,8 +50,13 @@ def counts(asked: Asked) -> dict:
     batches, tokens = size.batches(8, 64, 256), min(32, size.new_tokens)
     cases: dict[str, tuple[int, int | list[int]]] = {str(n): (n, 2) for n in batches}
     cases[f"{batches[-1]} mixed"] = batches[-1], [2, 8]
+
+    def counted(rung: str, batch: int, lengths: int | list[int]) -> dict[str, Any]:
+        prompts = make_prompts(batch, lengths, model.config.vocab_size)
+        return experiments.count_step(run_recipe(model, rung, prompts, tokens).trace, model.config.n_layers)
+
     return {
-        case: _by_rung(f"counts, batch {case}", rungs, experiments.counted_rungs, model, n, tokens, lengths)
+        case: {rung: counted(rung, n, lengths) for rung in each(f"counts, batch {case}", rungs)}
         for case, (n, lengths) in cases.items()
     }
 
@@ -114,16 +116,23 @@ def ledger(asked: Asked) -> dict:
     sized = [asked.workload(name) for name in STEP_WORKLOADS]
     context = {w.max_batch_size: w.max_new_tokens // 2 for w in sized}
     return {
-        str(n): _by_rung(f"ledger, batch {n}", rungs, experiments.ledgers, model, n, tokens)
+        str(n): {rung: ledger_at(model, rung, n, tokens) for rung in each(f"ledger, batch {n}", rungs)}
         for n, tokens in context.items()
     }
+
+
+def ledger_at(model: Transformer, rung: str, batch: int, context: int, steps: int = 8) -> dict[str, Any]:
+    """Return the ledger of a step of ``batch`` rows with about ``context`` cached tokens each."""
+    length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
+    prompts = make_prompts(batch, length, model.config.vocab_size)
+    return step_ledger(Bench(model, rung, prompts, room), steps).as_dict()
 
 
 def ledger_w6(asked: Asked) -> dict:
     """Account for a step of the largest workload, on the best rung."""
     w = asked.workload("W6")
     context = _prompt_length(w) + w.max_new_tokens // 2
-    return experiments.ledgers(asked.gpt, [asked.best], w.max_batch_size, context)
+    return {asked.best: ledger_at(asked.gpt, asked.best, w.max_batch_size, context)}
 
 
 def ledger_w8(asked: Asked) -> dict:
@@ -141,17 +150,38 @@ def grid(asked: Asked) -> dict:
     contexts, few = size.contexts(*GRID_CONTEXTS), size.contexts(256, 512, 768, 1000)
 
     def rows(rung: str, batches: Sequence[int], contexts: list[int]) -> list[dict]:
-        made = (
-            experiments.step_grid(model, rung, [n], contexts)
-            for n in each(f"grid, {rung}, batch", size.batches(*batches))
-        )
-        return [row for part in made for row in part]
+        sizes = each(f"grid, {rung}, batch", size.batches(*batches))
+        return [_grid_row(model, rung, n, context) for n in sizes for context in contexts]
 
     return {
         "rung": best,
         "rows": rows(best, [1, 4, 16, 64, 256, 1024], contexts),
         "few": {rung: rows(rung, [1, 2, 4, 8], few) for rung in (best, "split_kv")},
     }
+
+
+def _grid_row(model: Transformer, rung: str, batch: int, context: int, steps: int = 12) -> dict[str, Any]:
+    """Return median device µs per decode step, and the KV bytes that it reads.
+
+    Steps run as in a scheduler, as many ahead as the rung allows.
+    """
+    prompts = make_prompts(batch, context, model.config.vocab_size)
+    bench = Bench(model, rung, prompts, steps + 2)
+    if model.device.type == "cuda":
+        _raise_clocks(bench, steps)
+    steps_us = [seconds * 1e6 for seconds in bench.run_ahead(steps)]
+    read = min(context + steps / 2, model.config.window or math.inf)
+    kv_bytes = batch * read * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    times = {"step_us": median(steps_us[2:]), "steps_us": steps_us}
+    return {"batch": batch, "context": context, **times, "kv_bytes": kv_bytes}
+
+
+def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
+    """Run steps until the clocks of an idle GPU are at full speed."""
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        bench.run_ahead(steps)
+        bench.restart()
 
 
 def lengths(asked: Asked, batch: int) -> dict:
@@ -161,11 +191,31 @@ def lengths(asked: Asked, batch: int) -> dict:
     return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
+FIRST_TOKENS = """
+import sys
+from rosellm import LLM, SamplingParams
+model, load_format, device, rung = sys.argv[1:]
+llm = LLM(model, rung=rung, device=device, load_format=load_format, max_batch_size=8)
+llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+"""
+
+
 def cold_start(asked: Asked) -> dict:
-    """Measure the time to the first tokens of a fresh process."""
-    best = asked.best
-    seconds = experiments.cold_start(asked.model, asked.load_format, asked.device, best)
-    return {"rung": best, "seconds": seconds}
+    """Measure the seconds of processes that generate two tokens, from start to end, by state of the cache.
+
+    The second token takes a decode step; all graphs of the engine, for up to 8 sequences, are captured first.
+    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the cache filled
+    by that run.
+    """
+    command = [sys.executable, "-c", FIRST_TOKENS, asked.model, asked.load_format, asked.device, asked.best]
+    seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
+    for _ in range(2):
+        with TemporaryDirectory() as cache:
+            for name in seconds:
+                start = perf_counter()
+                subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True)
+                seconds[name].append(perf_counter() - start)
+    return {"rung": asked.best, "seconds": seconds}
 
 
 def kv_pressure(asked: Asked) -> dict:
@@ -275,13 +325,6 @@ def _longest(size: Size, name: str) -> int:
 
 def _unequal(size: Size) -> int:
     return positions_for(min(MEAN, size.prompt // TIMES))
-
-
-def _by_rung(
-    name: str, rungs: list[str], experiment: Callable[..., dict], model: Transformer, *sizes: object
-) -> dict[str, dict]:
-    """Run an experiment rung by rung, so that progress is visible."""
-    return {rung: experiment(model, [rung], *sizes)[rung] for rung in each(name, rungs)}
 
 
 def _prompt_length(workload: Workload) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from rosellm.bench.record import across_repeats
 
@@ -28,3 +30,11 @@ def runs_in_turns(
     """Return each side's raw figures with medians and means, after one unmeasured run."""
     found = in_turns(sides, repeats)
     return {side: {"repeat_runs": repeats, **across_repeats(own)} for side, own in found.items()}
+
+
+def each(name: str, parts: Iterable[T]) -> Iterator[T]:
+    """Yield the parts of an experiment, with a progress bar."""
+    with tqdm(list(parts), leave=False) as bar:
+        for part in bar:
+            bar.set_description(f"{name}: {part}")
+            yield part

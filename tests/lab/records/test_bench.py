@@ -145,11 +145,6 @@ def test_equality_reports_a_difference_where_there_is_one(model):
     assert share_equal([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
-def test_counts_cover_every_rung(model):
-    counted = experiments.counted_rungs(model, RUNGS, batch=2, new_tokens=8)
-    assert set(counted) == set(RUNGS) and all(c["kernels"] > 0 for c in counted.values())
-
-
 def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
     cost = experiments.bookkeeping_cost(batch=64, layers=2, steps=64, repeats=5)
     assert min(cost["slots"]) < min(cost["tuple"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rosellm.lab.records.earlier import earlier_parts, kept_parts
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.records import RecordError
 
 ENVIRONMENT = {"device_name": "GPU", "git_commit": "abc", "time_utc": "2026-01-01T00:00:00"}
@@ -25,7 +25,7 @@ def another(**facts: str) -> dict:
 
 def test_parts_of_the_same_model_device_and_commit_are_kept_whatever_the_time(path):
     later = another(time_utc="2026-02-02T00:00:00")
-    assert kept_parts(path, later, ["D8"]) == earlier_parts(path, later) == {"D1": 1, "D8": 8}
+    assert kept_parts(path, later, ["D8"]) == kept_parts(path, later, []) == {"D1": 1, "D8": 8}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,6 @@ def test_parts_of_the_same_model_device_and_commit_are_kept_whatever_the_time(pa
     ],
 )
 def test_parts_of_another_are_not_taken_over_and_losing_them_is_refused_in_a_line(path, today, told):
-    assert earlier_parts(path, today) == {}
     with pytest.raises(RecordError) as error:
         kept_parts(path, today, ["D8", "D64"])
     said = str(error.value)
@@ -57,5 +56,5 @@ def test_without_a_file_nothing_is_kept(tmp_path):
 def test_figures_beside_the_parts_must_be_alike_too(tmp_path):
     path, figures = tmp_path / "steps.json", {"context": 256, "sizes": (1, 2), "turns_us": {}}
     path.write_text(json.dumps(BEGUN | {"figures": figures | {"turns_us": {"dense": [[1.0]]}}}))
-    assert earlier_parts(path, BEGUN | {"figures": figures}, "turns_us") == {"dense": [[1.0]]}
-    assert earlier_parts(path, BEGUN | {"figures": figures | {"context": 4}}, "turns_us") == {}
+    assert kept_parts(path, BEGUN | {"figures": figures}, [], "turns_us") == {"dense": [[1.0]]}
+    assert kept_parts(path, BEGUN | {"figures": figures | {"context": 4}}, [], "turns_us") == {}

@@ -11,11 +11,11 @@ import torch
 
 import rosellm
 from rosellm.lab.figures.palette import CAUSES
-from rosellm.lab.records import experiments
 from rosellm.lab.records.account import LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
+from rosellm.lab.records.recordings import ledger_at
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace, read_trace
@@ -336,9 +336,8 @@ def test_the_context_is_that_of_the_profiled_steps(tiny):
         sum(s.num_cached_tokens for s in bench.sequences) / 2 - later
     )  # after the step that only ends the third
     assert ledger.context == (cached - 4 + cached - 2) / 2
-    figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
-    assert [Ledger.from_dict(one).name for one in figures.values()] == list(figures)
-    assert all(one["context"] == pytest.approx(60, abs=4) for one in figures.values())
+    figures = ledger_at(tiny, "one_table", batch=2, context=60, steps=2)
+    assert Ledger.from_dict(figures).name == "one_table" and figures["context"] == pytest.approx(60, abs=4)
 
 
 def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):

@@ -11,19 +11,14 @@ import torch
 from rosellm.errors import OptionError, RecipeError
 from rosellm.lab.records import lengths, step_time
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.lengths import (
-    attention_kernels,
-    contexts_of,
-    launched,
-    length_steps,
-    mean_within,
-    positions_for,
-    recorded_lengths,
-)
+from rosellm.lab.records.lengths import attention_kernels, contexts_of, launched, length_steps, positions_for
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.step_records import figures_of
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from tests.helpers import CPU, MODERN, TRITON_DEVICES, random_model, small_config
+
+row_lengths = load_exhibit("row_lengths")
 
 CUT = Variant(16, 3)
 
@@ -44,10 +39,11 @@ def test_contexts_have_one_sum_and_every_row_a_token(batch, mean):
 
 
 def test_the_longest_row_fits_the_positions_that_are_told():
-    assert positions_for(mean_within(1024)) <= 1024 and mean_within(1024) == lengths.MEAN
-    assert positions_for(mean_within(512)) <= 512 < positions_for(mean_within(512) + 1)
+    most = row_lengths.mean_within(512)
+    assert positions_for(most) <= 512 < positions_for(most + 1)
+    assert row_lengths.mean_within(1024) == lengths.MEAN and positions_for(lengths.MEAN) <= 1024
     with pytest.raises(OptionError, match="need 50 positions; there are 49"):
-        mean_within(49)
+        row_lengths.mean_within(49)
     with pytest.raises(OptionError, match="mean is 3; give 4 or more"):
         contexts_of(8, 3)
 
@@ -102,7 +98,7 @@ def test_steps_of_every_share_and_way_are_measured_and_read_back(device, monkeyp
     assert list(steps) == names and all(one.us > 0 for one in steps.values())
     assert {way for way, *_ in seen} == {"whole", "cut"}
     (tmp_path / "lengths-64.json").write_text(json.dumps({"figures": figures_of(3, 8, steps)}))
-    read = recorded_lengths(Results(tmp_path))
+    read = row_lengths.recorded_lengths(Results(tmp_path))
     assert list(read) == [64] and list(read[64]) == names
     assert read[64]["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
 
@@ -122,11 +118,7 @@ def test_a_way_is_faster_if_its_engines_are_apart_by_more_than_twice_their_sprea
         f"spread, {way}": step_time.StepTimes(tuple((float(us),) for us in engines))
         for way, engines in (("whole", whole), ("cut", cut))
     }
-    assert lengths.faster_way(steps, "spread") == faster
-
-
-def test_a_gpu_without_that_record_has_no_figures(tmp_path):
-    assert recorded_lengths(Results(tmp_path)) == {}
+    assert row_lengths.faster_way(steps, "spread") == faster
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU all kernels are Triton's")

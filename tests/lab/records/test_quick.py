@@ -122,7 +122,6 @@ def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_c
         ("W0-dense", {"kind": "rivals"}),
         ("bookkeeping", {"model": "rose-tiny", "figures": {}}),
         ("bookkeeping", {"model": "gpt2", "size": "small", "figures": {}}),
-        ("kv_append", {"rows": [{"batch_size": 4}]}),
         ("steps-W0", {}),
     ],
 )
@@ -161,7 +160,7 @@ def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_
     recorder, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "results" / REFERENCE).mkdir(parents=True)
-    monkeypatch.setattr(Recorder, "jobs", lambda self: [self._steps("W0")])
+    monkeypatch.setattr(Recorder, "jobs", lambda self: [Job("steps-W0", lambda: self.run("steps-W0"))])
     given = ["--device", "cpu", "--minutes", "1440"]  # the process may have run for long
     assert quick.main([*given, "--results", str(tmp_path / "results")]) == 0
     folder = this_machine(CPU)
