@@ -286,6 +286,11 @@ def ledgers(asked: Asked) -> Iterator[Record]:
         raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
 
 
+def _refuse_ledgers(asked: Asked) -> None:
+    if unknown := [name for name in asked["workloads"] if name not in MODEL_WORKLOADS]:
+        raise RoseError(f"ledgers: workload {unknown[0]!r} is unknown; use {', '.join(MODEL_WORKLOADS)}")
+
+
 def ablations(asked: Asked, workload: str) -> dict:
     """Time the variants between two rungs where one field changes several things."""
     model, sized = asked.gpt, asked.workload(workload)
@@ -333,6 +338,7 @@ def _prompt_length(workload: Workload) -> int:
     return workload.prompt_tokens
 
 
+LEDGERS = ("D1", "D8", "D64", "L8K", "L32K", "PRE")
 MODERN: dict[str, Any] = {"model": MODERN_MODEL, "own_folder": True}
 EXPERIMENTS = [
     table("counts", counts, positions=lambda size: 8 + min(32, size.new_tokens)),
@@ -366,5 +372,5 @@ EXPERIMENTS = [
         table(f"steps-{name}", partial(modern_steps, workload=name), positions=_half(name), **MODERN)
         for name in MODEL_WORKLOADS
     ),
-    Experiment("ledgers", ledgers, {"workloads": ("D1", "D8", "D64", "L8K", "L32K", "PRE")}, **MODERN),
+    Experiment("ledgers", ledgers, {"workloads": LEDGERS}, refuse=_refuse_ledgers, **MODERN),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -14,22 +13,21 @@ import torch
 from rosellm.lab import measure
 from rosellm.lab.records import all_reduce
 from rosellm.lab.records.records import Results
+from tests.lab.measuring import measured, refusal
 from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
 
-FEW = ["--device=cpu", "--repeats=2", "--sizes-kb=8,32"]
-
-
-def run(capsys, folder, *options: str) -> dict:
-    assert measure.main(["all_reduce", *FEW, f"--output={folder}", *options]) == 0
-    capsys.readouterr()
-    return json.loads((folder / "all_reduce.json").read_text())
+FEW = "--repeats=2", "--sizes-kb=8,32"
 
 
 @pytest.mark.slow
-def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys) -> None:
-    record = run(capsys, tmp_path)
+def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(tmp_path) -> None:
+    alone = Results(tmp_path / "gpu")
+    alone.folder.mkdir()
+    assert all_reduce.recorded(alone) == {}
+    record = measured(tmp_path / "gpu-x2", "all_reduce", *FEW)
     figures = record["figures"]
-    assert record["kind"] == "all_reduce" and figures["ranks"] == 2 and figures["dtype"] == "float32"
+    assert record["kind"] == "all_reduce" and all_reduce.recorded(alone) == figures
+    assert figures["ranks"] == 2 and figures["dtype"] == "float32"
     assert set(figures["us"]) == {"none", "library"}
     for times in figures["us"].values():
         assert set(times) == {"8", "32"}
@@ -38,8 +36,9 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, capsys) -> None:
-    figures = run(capsys, tmp_path, "--ranks=3", "--all-reduce=one_shot", "--sizes-kb=8")["figures"]
+def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path) -> None:
+    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot", "--sizes-kb=8"
+    figures = measured(tmp_path, "all_reduce", *options)["figures"]
     assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
 
 
@@ -47,44 +46,12 @@ def test_a_way_measured_alone_leaves_the_others_of_the_same_sizes_in_the_record(
     tmp_path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr(all_reduce, "measure", lambda plan: {"us": {way: {} for way in plan.ways}})
-    run(capsys, tmp_path, "--all-reduce=library")
-    assert list(run(capsys, tmp_path, "--all-reduce=one_shot")["figures"]["us"]) == [
-        "none",
-        "library",
-        "one_shot",
-    ]
-    assert (
-        measure.main(["all_reduce", *FEW, f"--output={tmp_path}", "--all-reduce=one_shot", "--sizes-kb=8"])
-        == 2
-    )
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "would lose library, measured with another sizes_kb" in said
-
-
-@pytest.mark.slow
-def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
-    alone = Results(tmp_path / "gpu")
-    alone.folder.mkdir()
-    assert all_reduce.recorded(alone) == {}
-    figures = run(capsys, tmp_path / "gpu-x2", "--sizes-kb=8")["figures"]
-    assert all_reduce.recorded(alone) == figures
-
-
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        (["--sizes-kb=8,12"], "12 KB is not a whole number of rows, of 8 KB each"),
-        (["--sizes-kb=8,x"], "'x' is not a whole number"),
-        (["--all-reduce=ring"], "'ring' is unknown; use library, one_shot"),
-        (["--ranks=1"], "--ranks"),
-    ],
-)
-def test_a_wrong_option_is_told_in_one_line_before_a_rank_starts(tmp_path, capsys, options, told) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(measure.main(["all_reduce", "--device=cpu", f"--output={tmp_path}", *options]))
-    said = capsys.readouterr().err
-    assert told in said and len(said.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    measured(tmp_path, "all_reduce", *FEW, "--all-reduce=library")
+    us = measured(tmp_path, "all_reduce", *FEW, "--all-reduce=one_shot")["figures"]["us"]
+    assert list(us) == ["none", "library", "one_shot"]
+    capsys.readouterr()
+    told = refusal(capsys, tmp_path, "all_reduce", *FEW, "--all-reduce=one_shot", "--sizes-kb=8")
+    assert "would lose library, measured with another sizes_kb" in told
 
 
 def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from rosellm.bench.arrivals import poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.workloads import WORKLOADS, Workload
-from rosellm.lab import measure
-from rosellm.lab.records import arrivals, experiment
+from rosellm.lab.records import arrivals
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.scale.simulation import simulated_run
 from rosellm.models.loading import load_parts
-from tests.helpers import small_config
+from tests.lab.measuring import measured, refusal
 
-ROOT = Path(__file__).parents[3]
-SMALL = ["--device=cpu"]
-LONG = ["long_prompt", "long_prompt_joined"]
+LONG = "long_prompt", "long_prompt_joined"
 
 
 def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
@@ -36,11 +32,7 @@ def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
 
 @pytest.mark.slow
 def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
-    assert (
-        measure.main(["arrivals", *SMALL, "--seconds=1", f"--output={tmp_path}", "--limits-ms=60000,60000"])
-        == 0
-    )
-    record = json.loads((tmp_path / "rose-tiny" / "arrivals.json").read_text())
+    record = measured(tmp_path, "arrivals", "--seconds=1", "--limits-ms=60000,60000")
     figures = record["figures"]
     assert record["kind"] == "arrivals" and record["rung"] and figures["limits_s"] == [60.0, 60.0]
     capacity, tokens = figures["capacity_req_s"], figures["at_once"]["completion_tokens"]
@@ -61,9 +53,8 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
     monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, (512,), None, None, None))
-    assert measure.main([*LONG, *SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
-    for name, exhibit in {"long_prompt": "none", "long_prompt_joined": "one_pass"}.items():
-        record = json.loads((tmp_path / "rose-tiny" / f"{name}.json").read_text())
+    for name, exhibit in zip(LONG, ("none", "one_pass"), strict=True):
+        record = measured(tmp_path, name, "--chunks=64,32")
         assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
         assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
         assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
@@ -72,19 +63,10 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
 
 def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(tmp_path, capsys) -> None:
     (tmp_path / "rose-tiny").mkdir()
-    asked = {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}
     path = tmp_path / "rose-tiny" / "long_prompt_joined.json"
-    path.write_text(json.dumps({"options": asked}))
-    assert measure.main(["long_prompt_joined", *SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{path} would lose chunks of 128" in said
-    assert [file.name for file in (tmp_path / "rose-tiny").iterdir()] == [path.name]
-
-
-def test_a_long_prompt_needs_positions_for_itself_and_its_token(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(experiment, "arch_of", lambda *_given: small_config(n_positions=16_000))
-    assert measure.main([*LONG, *SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
-    assert capsys.readouterr().err == "error: long_prompt needs 16001 positions; the model has 16000\n"
+    path.write_text(json.dumps({"options": {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}}))
+    told = refusal(capsys, tmp_path, "long_prompt_joined", "--chunks=512,32")
+    assert f"{path} would lose chunks of 128" in told
 
 
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
@@ -99,14 +81,6 @@ def test_running_requests_have_a_token_for_every_chunk_of_the_long_prompt(chunks
     running = [tokens for _, prompt, tokens in asked.trace if prompt != 16_000]
     assert min(running) >= 256 + 16_000 / min(chunks)
     assert (asked.prefill_chunk, *(asked.long_prompt_chunks or ())) == chunks
-
-
-@pytest.mark.parametrize("limits", ["5", "a,b", "0,4", "1,2,3", "nan,1"])
-def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        measure.main(["arrivals", "--output", str(tmp_path), "--limits-ms", limits])
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and limits in said
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import new_tokens
 from rosellm.errors import RoseError
-from rosellm.lab import measure
 from rosellm.lab.records import first_request
 from rosellm.lab.records.first_process import first_run
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_model
+from tests.lab.measuring import measured, refusal
 
 SMALL = ["--workload=W8", "--device=cpu", "--num-requests=3", "--max-new-tokens=5", "--min-new-tokens=2"]
 SMALL += ["--prompt-tokens=20", "--max-batch-size=2"]
@@ -62,8 +61,7 @@ def test_the_record_has_each_process_with_an_empty_and_with_the_filled_cache(
     tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(first_request, "first_process", process)
-    assert measure.main(["first_request", "--device=cpu", f"--output={tmp_path}", "--repeats=2"]) == 0
-    record = json.loads((tmp_path / "rose-tiny" / "first_request.json").read_text())
+    record = measured(tmp_path, "first_request", "--repeats=2")
     assert record["kind"] == "first_request" and record["environment"]["device_name"]
     found = record["figures"]["processes"]
     kinds = [(one["warm_up"], one["cache"], first_request.construction_s(one)) for one in found]
@@ -85,8 +83,6 @@ def test_a_record_that_cannot_be_written_is_told_before_a_process_starts(
     monkeypatch.setattr(first_request, "first_process", lambda *given: started.append(given))
     (tmp_path / "taken").touch()
     (tmp_path / "rose-tiny" / "first_request.json").mkdir(parents=True)
-    for output, told in ((tmp_path, "is not a regular file"), (tmp_path / "taken", "taken")):
-        assert measure.main(["first_request", "--device=cpu", f"--output={output}"]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and told in said
+    assert "is not a regular file" in refusal(capsys, tmp_path, "first_request")
+    assert "taken" in refusal(capsys, tmp_path / "taken", "first_request")
     assert not started

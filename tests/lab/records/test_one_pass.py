@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch
 from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
-from rosellm.lab import measure
 from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.records import arrivals, one_pass, passes
 from rosellm.lab.records.passes import Pass
@@ -21,6 +19,7 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import random_model, random_prompts, small_engine
+from tests.lab.measuring import measured
 
 pass_timeline, both_ways = load_exhibit("pass_timeline").pass_timeline, load_exhibit("both_ways")
 
@@ -129,8 +128,7 @@ def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() 
 def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
-    assert measure.main(["one_pass", "--device=cpu", "--repeats=2", f"--output={tmp_path}"]) == 0
-    record = json.loads((tmp_path / "rose-tiny" / "one_pass.json").read_text())
+    record = measured(tmp_path, "one_pass", "--repeats=2")
     assert record["kind"] == "one_pass" and record["workload"] == "W8" and record["model"] == "rose-tiny"
     figures = both_ways.recorded(Results(tmp_path))["rose-tiny"]
     assert figures == record["figures"]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from rosellm.errors import OptionError
-from rosellm.lab import measure
-from rosellm.lab.records import experiment, prompt_attention
-from rosellm.lab.records.records import Results
+from rosellm.lab.records import prompt_attention
 from tests.helpers import MODERN, small_config
+from tests.lab.measuring import measured, refusal
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "qwen3"])
@@ -25,10 +22,9 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
 
 @pytest.mark.slow
 def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
-    options = ["--model=rose-tiny", "--device=cpu", "--lengths=64,9", "--tokens=128", "--repeats=2"]
-    assert measure.main(["prompt_attention", *options, f"--output={tmp_path}"]) == 0
-    figures = Results(tmp_path).by_model("prompt_attention")["rose-tiny"]["figures"]
-    heads, _, head_dim = json.loads((tmp_path / "rose-tiny" / "prompt_attention.json").read_text())["heads"]
+    options = "--model=rose-tiny", "--lengths=64,9", "--tokens=128", "--repeats=2"
+    record = measured(tmp_path, "prompt_attention", *options)
+    (heads, _, head_dim), figures = record["heads"], record["figures"]
     for length, prompts in ((9, 14), (64, 2)):
         found = figures[str(length)]
         pairs = sum(token + 1 for token in range(length))  # of a query and a key that it sees
@@ -41,13 +37,13 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_pa
 def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsys, monkeypatch) -> None:
     found = {"prompts": 1, "flop": 1e6, "us": {"rosellm": [1.0]}, "largest_difference": {}}
     monkeypatch.setattr(prompt_attention, "measure_length", lambda *_given: found)
-    options = ["prompt_attention", "--model=rose-tiny", "--device=cpu", f"--output={tmp_path}"]
+    asked = "prompt_attention", "--model=rose-tiny"
     for length in (64, 9):
-        assert measure.main([*options, "--tokens=128", f"--lengths={length}"]) == 0
-    assert list(Results(tmp_path).by_model("prompt_attention")["rose-tiny"]["figures"]) == ["9", "64"]
-    assert measure.main([*options, "--tokens=256", "--lengths=9"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "would lose 64, measured with another tokens" in said
+        record = measured(tmp_path, *asked, "--tokens=128", f"--lengths={length}")
+    assert list(record["figures"]) == ["9", "64"]
+    capsys.readouterr()
+    told = refusal(capsys, tmp_path, *asked, "--tokens=256", "--lengths=9")
+    assert "would lose 64, measured with another tokens" in told
 
 
 def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_says_so(
@@ -68,10 +64,3 @@ def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_
         prompt_attention.measure_length(shape, 9, 9, device, 1, seconds=0.0)
     assert names == ["rosellm", "FlashAttention"]
     assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"
-
-
-def test_a_model_with_a_window_is_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(experiment, "arch_of", lambda *_: small_config(window=8))
-    assert measure.main(["prompt_attention", "--model=any", "--device=cpu", f"--output={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "window of 8 tokens" in said and not list(tmp_path.iterdir())

@@ -1,12 +1,10 @@
 """What sampling costs a step: whole steps of every mode, in turns on one engine."""
 
-import json
 import time
 
 import pytest
 import torch
 
-from rosellm.lab import measure
 from rosellm.lab.records import experiment, sampling_steps
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.records import Results, find
@@ -18,6 +16,7 @@ from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.resident import ResidentStep
 from tests.helpers import CPU, random_model, small_config
+from tests.lab.measuring import measured, refusal
 
 costs = load_exhibit("sampling_costs")
 
@@ -91,10 +90,8 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
 
 @pytest.mark.slow
 def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
-    asked = ["--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--batches", "1,3"]
-    asked += ["--context", "20", "--repeats", "3", "--output", str(tmp_path)]
-    assert measure.main(["sampling_steps", *asked]) == 0
-    record = json.loads((tmp_path / "rose-tiny-qwen3" / "sampling_steps.json").read_text())
+    asked = "--model=rose-tiny-qwen3", "--batches=1,3", "--context=20", "--repeats=3"
+    record = measured(tmp_path, "sampling_steps", *asked)
     assert record["environment"]["device_name"] and record["model"] == "rose-tiny-qwen3"
     figures = record["figures"]
     assert figures["context"] == 20 and figures["modes"]["top-p"]["wish"]["top_p"] == 0.9
@@ -111,40 +108,19 @@ def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_rec
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(sampling_steps, "measure_modes", lambda *_asked: {GREEDY: [1.0]})
-    asked = ["--model=rose-tiny", "--load-format=auto", "--device=cpu", f"--output={tmp_path}"]
     for batch in ("8", "1"):
-        assert measure.main(["sampling_steps", *asked, "--context=20", f"--batches={batch}"]) == 0
+        measured(tmp_path, "sampling_steps", "--context=20", f"--batches={batch}")
     assert list(costs.recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
+    capsys.readouterr()
     monkeypatch.setattr(experiment, "get_parts", lambda *_given: pytest.fail("loaded before refusing"))
-    assert measure.main(["sampling_steps", *asked, "--context=30", "--batches=8"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "would lose 1, measured with another context" in said
+    told = refusal(capsys, tmp_path, "sampling_steps", "--context=30", "--batches=8")
+    assert "would lose 1, measured with another context" in told
 
 
 def test_a_committed_record_has_every_mode_of_every_batch():
     for model_name, batches in costs.recorded_modes(find()).items():
         for batch, modes in batches.items():
             assert list(modes) == list(modes_of(batch)), f"{model_name}, {batch}"
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        (["--batches", "1,0"], "'0' is not a whole number"),
-        (["--context", "500"], "a context of 500 tokens needs 518 positions; the model has 512"),
-        (["--rung", "fastest"], "invalid choice"),
-        (["--model", "nobody/knows"], "nobody/knows"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(asked, told, tmp_path, capsys):
-    plain = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--output", str(tmp_path)]
-    try:
-        status = measure.main(["sampling_steps", *plain, *asked])
-    except SystemExit as left:
-        status = left.code
-    said = capsys.readouterr().err
-    assert status == 2 and said.count("\n") == 1 and told in said
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():

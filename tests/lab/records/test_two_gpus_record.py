@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from rosellm.lab import measure
@@ -53,25 +51,3 @@ def test_sides_take_turns_after_a_run_of_each_that_does_not_count() -> None:
     assert calls == ["a", "b"] * 3
     assert [one["total_time_s"] for one in figures["a"]["repeats"]] == [3.0, 5.0]
     assert figures["b"]["medians"]["total_time_s"] == 5.0
-
-
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        (["tensor_parallel-W4"], "experiment 'tensor_parallel-W4' is unknown"),
-        (["tensor_parallel-D1", "--all-reduce=ring"], "'ring' is unknown; use library"),
-        (["replicas-W8", "--all-reduce=library"], "replicas-W8 takes no --all-reduce"),
-        (
-            ["tensor_parallel-L8K", "--size=full"],
-            "tensor_parallel-L8K needs 8448 positions; the model has 512",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_told_in_one_line_before_anything_is_loaded(
-    tmp_path, capsys, options, told
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(measure.main([*options, *SMALL, f"--output={tmp_path}"]))
-    said = capsys.readouterr().err
-    assert told in said and len(said.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
