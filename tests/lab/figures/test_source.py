@@ -7,7 +7,6 @@ import pytest
 from rosellm.lab.figures import source
 from rosellm.lab.figures.source import SourceError, show_pair, show_source, source_of
 from rosellm.ladder.dense import Dense, dense_mask
-from rosellm.ladder.pools import KVBlockInfo
 from rosellm.roseinfer import kv_append_triton
 from rosellm.rosetrainer import paged_attention
 
@@ -63,13 +62,14 @@ def test_a_pair_is_one_block_that_marks_exactly_the_lines_that_differ(shown):
     heading, fence, *lines, end = text.splitlines()
     assert heading.startswith("`before` · ") and " → `after` · " in heading
     assert (fence, end) == ("```diff", "```")
-    assert [line for line in lines if line[:1] == "-"] == [
+    assert lines == [
         "- def before(x: int) -> int:",
+        "+ def after(x: int) -> int:",
+        "      doubled = 2 * x",
+        "",
         "-     return doubled",
+        "+     return doubled + 1",
     ]
-    marked = ["+ def after(x: int) -> int:", "+     return doubled + 1"]
-    assert [line for line in lines if line[:1] == "+"] == marked
-    assert [line for line in lines if line[:1] not in ("-", "+")] == ["      doubled = 2 * x", ""]
 
 
 def test_sources_that_share_little_stand_one_below_the_other(shown):
@@ -93,21 +93,11 @@ def test_only_the_members_named_are_shown_in_the_order_named():
     assert "A class to take" not in text
 
 
-def test_a_whole_class_is_shown_without_only():
-    assert source_of(KVBlockInfo).startswith("class KVBlockInfo(NamedTuple):")
-    assert source_of(KVBlockInfo).endswith("length: int")
-
-
 def test_triton_kernels_are_shown_as_written_also_behind_an_autotuner():
     text = source_of(kv_append_triton._kv_append_kernel)
     assert text.startswith("@triton.jit") and "def _kv_append_kernel(" in text
     tuner = paged_attention.make_autotuned_paged_attention_decode(lambda *_a, **_k: 1.0).tuner
     assert "def _paged_attention_decode_kernel(" in source_of(tuner)
-
-
-def test_what_is_shown_is_valid_python_for_every_public_thing_of_the_step():
-    for one in (Dense, dense_mask, KVBlockInfo, Outer.doubled, Outer.cached):
-        compile(source_of(one), "shown", "exec")
 
 
 @pytest.mark.parametrize("one", [len, 3, type("Made", (), {})])
@@ -121,9 +111,3 @@ def test_a_member_that_the_class_does_not_define_is_refused_with_those_it_does()
         SourceError, match="Outer does not define nothing: there are answer, doubled, cached, plain"
     ):
         source_of(Outer, only=("nothing",))
-
-
-def test_the_same_source_is_shown_the_same_every_time(shown):
-    show_source(Dense, only=("reserve",))
-    show_source(Dense, only=("reserve",))
-    assert shown[0] == shown[1]

@@ -22,6 +22,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.step import STEP_RANGE
+from tests.helpers import random_model, small_config
 
 RUNGS = ["dense", "paged", "no_mask", "pinned_h2d", "identity_pos"]
 
@@ -148,6 +149,11 @@ def test_equality_reports_a_difference_where_there_is_one(model):
 def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
     cost = experiments.bookkeeping_cost(batch=64, layers=2, steps=64, repeats=5)
     assert min(cost["slots"]) < min(cost["tuple"])
+
+
+def test_attention_is_measured_with_the_models_own_scale():
+    model = random_model(0, small_config(scale=0.7))
+    assert experiments.attention_operands(model, batch=1, context=3)["scale"] == 0.7
 
 
 @pytest.mark.gpu

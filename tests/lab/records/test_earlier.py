@@ -49,10 +49,6 @@ def test_a_run_that_measures_all_of_them_anew_or_none_of_them_is_not_refused(pat
     assert kept_parts(path, another(git_commit="def"), []) == {}
 
 
-def test_without_a_file_nothing_is_kept(tmp_path):
-    assert kept_parts(tmp_path / "none.json", BEGUN, ["D1"]) == {}
-
-
 def test_figures_beside_the_parts_must_be_alike_too(tmp_path):
     path, figures = tmp_path / "steps.json", {"context": 256, "sizes": (1, 2), "turns_us": {}}
     path.write_text(json.dumps(BEGUN | {"figures": figures | {"turns_us": {"dense": [[1.0]]}}}))

@@ -80,23 +80,27 @@ def test_an_engine_without_variants_of_attention_says_so():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_steps_of_every_share_and_way_are_measured_and_read_back(device, monkeypatch, tmp_path):
+@pytest.mark.parametrize("shape", [{}, MODERN], ids=["single heads", "groups"])
+def test_steps_of_every_share_are_timed_whole_and_cut_and_read_back(shape, device, monkeypatch, tmp_path):
     monkeypatch.setattr(step_time, "STRETCH", 2)
-    seen = set()
+    model = random_model(5, small_config(n_layers=1, **shape)).to(device)
+    launched_by = {}
 
-    def noting(way):
-        def choose(*shape):
-            seen.add((way, *shape[:2]))
-            return CUT if way == "cut" else Variant(16)
+    def noting(way, choose):
+        def chosen(*given):
+            variant = choose(*given)
+            launched_by.setdefault(way, set()).add((given[4], variant.combine))
+            return variant
 
-        return choose
+        return chosen
 
-    monkeypatch.setattr(lengths, "WAYS", {way: noting(way) for way in ("whole", "cut")})
-    model = random_model(5, small_config(n_layers=1)).to(device)
-    steps = length_steps(model, 3, 8, engines=1, seconds=0.001, turns=1)
+    ways = {way: noting(way, choose) for way, choose in lengths.WAYS.items()}
+    monkeypatch.setattr(lengths, "WAYS", ways)
+    steps = length_steps(model, 2, 4, engines=1, seconds=0.0, turns=1)
+    group = model.config.group
+    assert launched_by == {"whole": {(group, False)}, "cut": {(group, True)}}
     names = [f"{share}, {way}" for share in ("equal", "spread", "one long") for way in ("whole", "cut")]
     assert list(steps) == names and all(one.us > 0 for one in steps.values())
-    assert {way for way, *_ in seen} == {"whole", "cut"}
     (tmp_path / "lengths-64.json").write_text(json.dumps({"figures": figures_of(3, 8, steps)}))
     read = row_lengths.recorded_lengths(Results(tmp_path))
     assert list(read) == [64] and list(read[64]) == names
@@ -126,27 +130,3 @@ def test_without_a_gpu_only_attention_is_interpreted():
     kernels = attention_kernels(CPU)
     assert kernels.append_and_attend is not lengths.TORCH.append_and_attend
     assert kernels.embed is lengths.TORCH.embed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("shape", [{}, MODERN], ids=["single heads", "groups"])
-def test_rows_are_timed_whole_and_cut_whatever_an_engine_would_choose(shape, device, monkeypatch):
-    monkeypatch.setattr(step_time, "STRETCH", 2)
-    model = random_model(5, small_config(n_layers=1, **shape)).to(device)
-    launched_by = {}
-
-    def noting(way, choose):
-        def chosen(*given):
-            variant = choose(*given)
-            launched_by.setdefault(way, set()).add((given[4], variant.combine))
-            return variant
-
-        return chosen
-
-    ways = {way: noting(way, choose) for way, choose in lengths.WAYS.items()}
-    monkeypatch.setattr(lengths, "WAYS", ways)
-    steps = length_steps(model, 2, 4, engines=1, seconds=0.0, turns=1)
-    group = model.config.group
-    assert launched_by == {"whole": {(group, False)}, "cut": {(group, True)}}
-    assert len(steps) == 6 and all(one.us > 0 for one in steps.values())

@@ -8,7 +8,7 @@ import pytest
 
 from rosellm.lab.figures.ladder import ladder_chart, values_beside
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records import first_request
+from rosellm.lab.records import first_request, machines as machines_module
 from rosellm.lab.records.machines import HERE, beside, check_same_size, find_machines, name_of, names_of
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
 from rosellm.lab.rung import open_rung
@@ -41,9 +41,7 @@ def test_the_reference_comes_first_and_each_machine_once_and_this_one_is_named_h
 ):
     for record, found in ((REFERENCE, []), (f"cpu, {REFERENCE},{FOLDER},cpu", ["cpu", FOLDER])):
         assert [results.folder.name for results in find_machines(record, folder)] == [REFERENCE, *found]
-    monkeypatch.setattr(
-        "rosellm.lab.records.machines.environment", lambda device: {"device_name": "My (GPU)"}
-    )
+    monkeypatch.setattr(machines_module, "environment", lambda device: {"device_name": "My (GPU)"})
     (tmp_path / REFERENCE).mkdir()
     with pytest.raises(RecordError, match="no records of device 'my-gpu'"):
         find_machines(HERE, tmp_path)
@@ -78,16 +76,6 @@ def test_what_the_only_machine_lacks_and_a_mistyped_figure_of_the_first_are_rais
         beside(machines, ["W1"], lambda one, w: [one.figures(f"steps-{w}")["rato"]])
 
 
-def beside_the_reference(folder: Path, copy: Path, name: str, facts: dict) -> list[Results]:
-    """The reference with its record ``name``, and a machine that has it, too, but with these ``facts``."""
-    record = Results(folder / REFERENCE).load(name)
-    environment = record["environment"] | {"device_name": NAME}
-    for where, one in ((REFERENCE, record), (FOLDER, record | {"environment": environment} | facts)):
-        (copy / where).mkdir()
-        (copy / where / f"{name}.json").write_text(json.dumps(one))
-    return find_machines(FOLDER, copy)
-
-
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
@@ -100,15 +88,18 @@ def beside_the_reference(folder: Path, copy: Path, name: str, facts: dict) -> li
 def test_a_record_of_another_model_or_size_is_not_compared_and_the_reason_is_given(
     folder, tmp_path, facts, why, capsys
 ):
-    one, other = beside_the_reference(folder, tmp_path, "kv_pressure", facts)
-    rows, lacking = beside([one, other], ["W6", "W7"], lambda of, w: [of.figures("kv_pressure", w, "ratio")])
-    found = dict(pair(one, other).each_machine(lambda of: of.figures("kv_pressure")))
-    if why:
-        assert [label for label, _ in rows] == ["W6, NVIDIA H200", "W7, NVIDIA H200"]
-        assert lacking == [f"recorded with {why}, {NAME}"]
-        assert list(found) == ["NVIDIA H200"] and capsys.readouterr().out == f"{lacking[0]}\n"
-    else:
-        assert len(rows) == 4 and not lacking and found[NAME] == found["NVIDIA H200"]
+    record = Results(folder / REFERENCE).load("kv_pressure")
+    theirs = record | {"environment": record["environment"] | {"device_name": NAME}} | facts
+    for where, content in ((REFERENCE, record), (FOLDER, theirs)):
+        (tmp_path / where).mkdir()
+        (tmp_path / where / "kv_pressure.json").write_text(json.dumps(content))
+    both = find_machines(FOLDER, tmp_path)
+    rows, lacking = beside(both, ["W6", "W7"], lambda of, w: [of.figures("kv_pressure", w, "ratio")])
+    found = dict(pair(*both).each_machine(lambda of: of.figures("kv_pressure")))
+    assert len(rows) == (2 if why else 4)
+    assert lacking == ([f"recorded with {why}, {NAME}"] if why else [])
+    assert list(found) == ["NVIDIA H200"] + [NAME] * (not why)
+    assert capsys.readouterr().out.splitlines() == lacking
 
 
 def test_steps_of_another_batch_are_not_compared(machines, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.errors import RoseError
-from rosellm.lab.records import experiment, quick
+from rosellm.lab.records import experiment, experiments, quick
 from rosellm.lab.records.bench import get_parts
 from rosellm.lab.records.machines import find_machines, this_machine
 from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited_to, work_off
@@ -29,8 +29,16 @@ def recorder(tmp_path, monkeypatch) -> Recorder:
     return Recorder(CPU, tmp_path)
 
 
+def read(recorder: Recorder, name: str) -> dict:
+    return json.loads((recorder.folder / f"{name}.json").read_text())
+
+
+def left(recorder: Recorder) -> list[str]:
+    return [job.name for job in recorder.jobs()]
+
+
 def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_before_long_ones(recorder):
-    names = [job.name for job in recorder.jobs()]
+    names = left(recorder)
     assert names[:3] == ["steps-W0", "W0-dense", "W0-split_kv"]
     assert names.index("W1-split_kv") < names.index("W2-dense") < names.index("W0-paged")
     assert sorted(names) == sorted(
@@ -43,76 +51,49 @@ def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_befor
 
 def test_a_gpu_makes_the_short_experiments_too(recorder):
     recorder.device = torch.device("cuda")
-    names = [job.name for job in recorder.jobs()]
+    names = left(recorder)
     assert names[0] == "ceilings"
     assert names[-8:] == list(quick.QUICK["cuda"])
     assert set(quick.QUICK["cuda"]) <= set(EXPERIMENTS)
 
 
-@pytest.mark.slow
-def test_an_experiment_is_recorded_as_measure_does_and_not_made_twice(recorder, capsys):
-    (job,) = [job for job in recorder.jobs() if job.name == "bookkeeping"]
-    assert work_off([job], 60.0) == []
-    assert capsys.readouterr().out.count("\n") == 1
-    record = json.loads((recorder.folder / "bookkeeping.json").read_text())
-    assert record["kind"] == "bookkeeping" and set(record["figures"]) == {"8", "256"}
-    assert "bookkeeping" not in [job.name for job in recorder.jobs()]
-
-
-def test_a_record_is_that_of_the_benchmark_itself_and_is_not_made_twice(recorder, capsys):
-    jobs = recorder.jobs()
-    assert work_off([jobs[1]], 60.0) == []
-    record = json.loads((recorder.folder / "W0-dense.json").read_text())
-    assert record["workload"] == "W0" and record["rung"] == "dense"
-    assert record["results"]["online"]["repeat_runs"] == 1
-    assert "W0-dense" not in [job.name for job in recorder.jobs()]
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and said.endswith("s] W0-dense\n")
+def test_records_are_those_of_the_benchmark_and_of_measure_and_are_not_made_twice(
+    recorder, capsys, monkeypatch
+):
+    monkeypatch.setattr(experiments, "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0]})
+    jobs = [job for job in recorder.jobs() if job.name in ("W0-dense", "bookkeeping")]
+    assert work_off(jobs, 60.0) == []
+    run, table = (read(recorder, name) for name in ("W0-dense", "bookkeeping"))
+    assert (run["workload"], run["rung"]) == ("W0", "dense")
+    assert run["results"]["online"]["repeat_runs"] == 1
+    assert table["kind"] == "bookkeeping" and set(table["figures"]) == {"8", "256"}
+    assert not {"W0-dense", "bookkeeping"} & set(left(recorder))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("s] W0-dense") and second.endswith("s] bookkeeping")
 
 
 @pytest.mark.slow
 def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
     recorder.rungs = ["dense"]
     recorder.steps("W0")
-    first = json.loads((recorder.folder / "steps-W0.json").read_text())["figures"]["turns_us"]
+    first = read(recorder, "steps-W0")["figures"]["turns_us"]
     recorder.rungs = ["dense", "paged"]
-    assert "steps-W0" in [job.name for job in recorder.jobs()]
+    assert "steps-W0" in left(recorder)
     recorder.steps("W0")
-    both = json.loads((recorder.folder / "steps-W0.json").read_text())["figures"]["turns_us"]
+    both = read(recorder, "steps-W0")["figures"]["turns_us"]
     assert list(both) == ["dense", "paged"] and both["dense"] == first["dense"]
-    assert "steps-W0" not in [job.name for job in recorder.jobs()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["commit", "model", "context"])
-def test_steps_begun_with_another_commit_model_or_context_are_measured_anew(recorder, change):
-    recorder.rungs = ["dense"]
-    recorder.steps("W0")
-    path = recorder.folder / "steps-W0.json"
-    begun = json.loads(path.read_text())
-    begun["figures"]["turns_us"] = {"dense": [[1.0]]}
-    at = {"commit": begun["environment"], "model": begun, "context": begun["figures"]}[change]
-    at["git_commit" if change == "commit" else change] = "another"
-    path.write_text(json.dumps(begun))
-    recorder.rungs = ["dense", "paged"]
-    assert "steps-W0" in [job.name for job in recorder.jobs()]
-    recorder.steps("W0")
-    record = json.loads(path.read_text())
-    assert list(record["figures"]["turns_us"]) == ["dense", "paged"]
-    assert record["figures"]["turns_us"]["dense"] != [[1.0]]
+    assert "steps-W0" not in left(recorder)
 
 
 def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_context(recorder):
     recorder.rungs = ["dense"]
     recorder.steps("W0")
-    path = recorder.folder / "steps-W0.json"
-    record = json.loads(path.read_text())
+    record = read(recorder, "steps-W0")
     record["environment"]["git_commit"] = "another"
-    path.write_text(json.dumps(record))
-    assert "steps-W0" not in [job.name for job in recorder.jobs()]
-    record["figures"]["context"] += 1
-    path.write_text(json.dumps(record))
-    assert "steps-W0" in [job.name for job in recorder.jobs()]
+    for context, is_left in ((record["figures"]["context"], False), (9, True)):
+        record["figures"]["context"] = context
+        (recorder.folder / "steps-W0.json").write_text(json.dumps(record))
+        assert ("steps-W0" in left(recorder)) == is_left
 
 
 @pytest.mark.parametrize(
@@ -127,7 +108,7 @@ def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_c
 )
 def test_a_record_of_something_smaller_or_else_is_not_taken_as_done(recorder, name, record):
     (recorder.folder / f"{name}.json").write_text(json.dumps(record))
-    assert name in [job.name for job in recorder.jobs()]
+    assert name in left(recorder)
 
 
 def test_the_time_ends_a_job_in_its_middle_and_the_rest_is_left():
@@ -169,15 +150,10 @@ def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_
 
 
 def test_the_outcome_tells_of_a_record_that_is_begun_and_shows_nothing_where_nothing_is(tmp_path):
-    none = _outcome(tmp_path, 0, ["steps-W0", "W0-dense"])
-    assert none.splitlines() == [
+    assert _outcome(tmp_path, 0, ["steps-W0", "W0-dense"]).splitlines() == [
         f"0 records made in {tmp_path}",
         "2 left, steps-W0 first: make measure goes on there (MINUTES=60 takes longer)",
     ]
     (tmp_path / "steps-W0.json").write_text("{}")
-    assert _outcome(tmp_path, 0, ["steps-W0"]).startswith(
-        f"0 records made and steps-W0 begun in {tmp_path}; show"
-    )
-    assert _outcome(tmp_path, 1, []) == (
-        f"1 records made in {tmp_path}; show them with: make notebooks P=record={tmp_path.name}"
-    )
+    begun = f"0 records made and steps-W0 begun in {tmp_path}; show"
+    assert _outcome(tmp_path, 0, ["steps-W0"]).startswith(begun)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from rosellm.bench.record import across_repeats
-from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import records
 from rosellm.lab.records.records import (
     RecordError,
@@ -15,7 +14,6 @@ from rosellm.lab.records.records import (
     floor_us,
     number,
     percent_change,
-    rivals,
     signed,
 )
 
@@ -100,12 +98,6 @@ def test_results_are_found_in_the_working_folder_where_the_package_is_elsewhere(
         records.results_folder()
     (tmp_path / "results").mkdir()
     assert records.results_folder() == Path("results")
-
-
-def test_rivals_are_listed_by_workload():
-    assert rivals("W3")["vLLM 0.22.1"]["W3"] == 65533
-    assert set(rivals("W0")) == {"vLLM 0.22.1"}
-    assert all(set(values) <= set(WORKLOADS) for values in rivals().values())
 
 
 def test_a_floor_is_weights_and_cached_tokens_over_bandwidth():

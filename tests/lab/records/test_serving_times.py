@@ -35,9 +35,10 @@ def test_they_survive_a_record() -> None:
     assert ServingTimes.from_dict(json.loads(json.dumps(TIMES.as_dict()))) == TIMES
 
 
-def test_what_was_measured_is_fitted() -> None:
-    rows = [(1.0, a, b, 2.0 + 0.5 * a + 0.25 * b) for a in range(5) for b in range(5)]
-    assert fitted(rows) == pytest.approx((2.0, 0.5, 0.25))
+@pytest.mark.parametrize(("last", "fit"), [(0.25, (2.0, 0.5, 0.25)), (-0.25, (1.5, 0.5, 0.0))])
+def test_what_was_measured_is_fitted_and_no_time_shrinks_with_what_it_is_for(last, fit) -> None:
+    rows = [(1.0, a, b, 2.0 + 0.5 * a + last * b) for a in range(5) for b in range(5)]
+    assert fitted(rows) == pytest.approx(fit)
 
 
 def test_too_few_steps_are_no_times() -> None:
@@ -60,12 +61,6 @@ def test_a_step_counts_for_the_nearest_batch_and_a_wait_before_a_prefill_for_non
     times = fit_serving_times(engine, [steps], [1, 4])
     assert times.rows == (4,) and times.host_s == pytest.approx((0.5,))
     assert times.decode(4, 80, 20) == pytest.approx(1.0) and times.prefill(1, 8) == pytest.approx(2.0)
-
-
-def test_no_time_shrinks_with_what_it_is_for() -> None:
-    rows = [(1.0, a, b, 20.0 + 0.5 * a - 0.25 * b) for a in range(5) for b in range(5)]
-    fixed, each, other = fitted(rows)
-    assert other == 0.0 and fixed > 0 and each == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("recipe", ["dense", "split_kv"])
