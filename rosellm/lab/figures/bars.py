@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rosellm.lab.figures.charts import Chart, finish, same_length, text_table, wrapped
+from rosellm.lab.figures.charts import Chart, finish, same_length, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, GRID, ORANGE, PALE
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import number, percent_change
@@ -27,12 +28,11 @@ def before_after(
         [_with_unit(b, u) for b, u in zip(before, units, strict=True)],
         [f"{_with_unit(a, u)}  <b>{_change(b, a)}</b>" for b, a, u in zip(before, after, units, strict=True)],
     ]
+    lines = ["<br>".join(textwrap.wrap(label, 24)) for label in labels]
     chart = Chart()
     for name, values, text, colour in zip(names, (before, after), texts, (PALE, BLUE), strict=True):
         scaled = [value / scale for value, scale in zip(values, scales, strict=True)]
-        chart.add_bar(
-            x=scaled, y=wrapped(labels, 24), orientation="h", name=name, text=text, marker_color=colour
-        )
+        chart.add_bar(x=scaled, y=lines, orientation="h", name=name, text=text, marker_color=colour)
     chart.update_traces(textposition="outside", cliponaxis=False, hoverinfo="name+text+y")
     chart.update_xaxes(range=[0, 1.32], visible=False)
     chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")

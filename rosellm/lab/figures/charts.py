@@ -191,10 +191,6 @@ def short(value: float | None) -> str:
     return number(value)
 
 
-def wrapped(labels: Iterable[str], characters: int) -> list[str]:
-    return ["<br>".join(textwrap.wrap(label, characters)) for label in labels]
-
-
 def same_length(**columns: Sequence[Any]) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

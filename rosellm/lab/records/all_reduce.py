@@ -160,7 +160,7 @@ class SumBench:
             for _ in range(calls):
                 run()
 
-        replay = record_graph(several, _twice(run))
+        replay = record_graph(several, lambda: (run(), run()))
         self._collectives.least(0)
         return [self._replayed(replay) / calls for _ in range(self._plan.repeats)]
 
@@ -176,22 +176,13 @@ class SumBench:
     def _on_cpu(self, run: Callable[[], object], calls: int) -> list[float]:
         found = []
         for _ in range(self._plan.repeats):
-            _twice(run)()
+            run()
+            run()
             start = perf_counter()
             for _ in range(calls):
                 run()
             found.append((perf_counter() - start) / calls * 1e6)
         return found
-
-
-def _twice(run: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that runs twice, because the halves of ``one_shot``'s memory alternate."""
-
-    def twice() -> None:
-        run()
-        run()
-
-    return twice
 
 
 def record(asked: Asked) -> Iterator[Record]:

@@ -86,15 +86,6 @@ class Asked:
         return new_record(kind, self.where, **facts)
 
 
-def no_refusal(_asked: Asked) -> None:
-    """Accept all options."""
-
-
-def no_positions(_size: Size) -> int:
-    """Need no positions of the model."""
-    return 0
-
-
 @dataclass(frozen=True)
 class Experiment:
     """A measurement that makes the record ``NAME.json``.
@@ -112,8 +103,8 @@ class Experiment:
     model: str | None = "gpt2"
     own_folder: bool = False
     needs_gpu: bool = False
-    positions: Callable[[Size], int] = no_positions
-    refuse: Callable[[Asked], None] = no_refusal
+    positions: Callable[[Size], int] = lambda _size: 0
+    refuse: Callable[[Asked], None] = lambda _asked: None
 
     @property
     def label(self) -> str:

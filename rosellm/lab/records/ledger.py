@@ -122,17 +122,9 @@ class Ledger:
             [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
             for row in self.rows
         ]
-        total = [
-            "**the step**",
-            f"**{number(self.step_us)}**",
-            _percent(1),
-            "",
-            f"**{number(self.floor_us)}**",
-        ]
+        ends = f"**{number(self.step_us)}**", _percent(1), "", f"**{number(self.floor_us)}**"
         n = len(heads) - (self.floor_us is None)
-        lines = [
-            "|" + "".join(f" {cell} |" if cell else " |" for cell in row[:n]) for row in [heads, *rows, total]
-        ]
+        lines = [f"| {' | '.join(row[:n])} |" for row in [heads, *rows, ["**the step**", *ends]]]
         lines.insert(1, "|:--|" + (n - 1) * "--:|")
         return "\n".join([*lines, "", self.cross_check])
 

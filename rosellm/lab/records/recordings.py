@@ -23,17 +23,27 @@ from rosellm.lab.records.bench import Bench, get_model, make_prompts, run_recipe
 from rosellm.lab.records.earlier import in_parts
 from rosellm.lab.records.experiment import Asked, Experiment, Record, table
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_before_profile, tokens_needed
+from rosellm.lab.records.ledger import (
+    WARM_UP_STEPS,
+    Ledger,
+    drive,
+    step_ledger,
+    tokens_before_profile,
+    tokens_needed,
+)
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps, positions_for
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import Size
-from rosellm.lab.records.step_records import STEP_WORKLOADS
-from rosellm.lab.records.timelines import TIMELINES, timeline
+from rosellm.lab.records.step_records import STEP_WORKLOADS, step_shape
+from rosellm.lab.records.trace import record_trace
 from rosellm.lab.records.turns import each
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.recipe import BEFORE
 
+TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_launch")
+STEPS = 2  # of a timeline
 GRID_CONTEXTS = (64, 256, 512, 1000)
 LONGEST_TUNED = 960
 ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
@@ -76,6 +86,19 @@ def equality(asked: Asked) -> Iterator[Record]:
 def ceilings(asked: Asked) -> dict:
     """Measure what the GPU sustains in reading, copying and multiplying, the basis of floors."""
     return measure_ceilings(torch.device(asked.device), asked.gpt.dtype)
+
+
+def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any]:
+    """Trace ``STEPS`` steps of both rungs, run as in a scheduler, at a workload's mid-run context."""
+    batch, context = step_shape(workload)
+    room = WARM_UP_STEPS + 2 * STEPS
+    prompts = make_prompts(batch, max(1, context - room), model.config.vocab_size)
+    figures: dict[str, Any] = {"batch": batch, "context": context}
+    for name in (BEFORE[rung], rung):
+        bench = Bench(model, name, prompts, room + 1)
+        drive(bench, WARM_UP_STEPS)
+        figures[name] = record_trace(partial(drive, bench, STEPS)).as_dict()
+    return figures
 
 
 def timelines(asked: Asked) -> dict:
@@ -302,9 +325,7 @@ def ablations(asked: Asked, workload: str) -> dict:
 
 def leave_one_out(asked: Asked, workload: str) -> dict:
     """Measure whole runs with each field of the best recipe alone reverted."""
-    model, sized = asked.gpt, asked.workload(workload)
-    seconds = asked.size.effort["seconds"]
-    return step_records.leave_one_out(model, sized, seconds=seconds, best=asked.best)
+    return step_records.leave_one_out(asked.gpt, asked.workload(workload), best=asked.best)
 
 
 def _half(*names: str) -> Callable[[Size], int]:

@@ -6,7 +6,6 @@ Measurements for notebooks and ``rosellm.lab.measure``; each returns a plain dic
 from __future__ import annotations
 
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.bench import make_prompts
-from rosellm.lab.records.turns import in_turns
+from rosellm.lab.records.turns import runs_in_turns
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
-KEPT = ("total_throughput_tok_s", "decode_step_p50_s", "preemptions", "tokens_sha256")
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -34,15 +32,14 @@ def whole_runs(
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
 
     def run(engine: Engine) -> dict[str, Any]:
-        result = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
-        return {key: result[key] for key in KEPT}
+        return run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
 
-    runs = in_turns({name: partial(run, engine) for name, engine in engines.items()}, repeats)
+    runs = runs_in_turns({name: partial(run, engine) for name, engine in engines.items()}, repeats)
     return {
         name: {
             "num_kv_blocks": engines[name].num_kv_blocks,
-            "tok_s": median(one["total_throughput_tok_s"] for one in own),
-            "repeats": own,
+            "tok_s": own["medians"]["total_throughput_tok_s"],
+            **own,
         }
         for name, own in runs.items()
     }

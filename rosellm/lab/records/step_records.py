@@ -48,12 +48,11 @@ ABLATED = tuple(BETWEEN)
 
 
 def leave_one_out(
-    model: Transformer, workload: Workload, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
+    model: Transformer, workload: Workload, repeats: int = 5, best: str = BEST_RUNG
 ) -> dict[str, Any]:
     """Measure, alternating, whole runs of the best recipe and of it with one field reverted.
 
-    A recipe that is not possible maps to its reason. A repeat is the tokens per second of as many runs as
-    take ``seconds``.
+    A recipe that is not possible maps to its reason. A repeat is the tokens per second of a whole run.
     """
     blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
     sizes: dict[str, Any] = {"max_batch_size": workload.max_batch_size, "num_kv_blocks": blocks}
@@ -66,16 +65,12 @@ def leave_one_out(
     prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
     jobs = {field: Job(engine, prompts, params) for field, engine in engines.items()}
-    tok_s = in_turns({field: partial(_whole_runs, job, seconds) for field, job in jobs.items()}, repeats)
-    return {"best": best, "tok_s": tok_s, "refused": refused}
 
+    def tok_s(job: Job) -> float:
+        return run_scheduler_benchmark(job, 0, 1)["repeats"][0]["total_throughput_tok_s"]
 
-def _whole_runs(job: Job, seconds: float) -> float:
-    taken, tokens = 0.0, 0
-    while not tokens or taken < seconds:
-        run = run_scheduler_benchmark(job, 0, 1)["repeats"][0]
-        taken, tokens = taken + run["total_time_s"], tokens + run["completion_tokens"]
-    return tokens / taken
+    found = in_turns({field: partial(tok_s, job) for field, job in jobs.items()}, repeats)
+    return {"best": best, "tok_s": found, "refused": refused}
 
 
 def figures_of(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:

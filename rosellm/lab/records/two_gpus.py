@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -50,17 +49,18 @@ def recorded(results: Results, model: str) -> dict[str, Any]:
 
     ``model_shape``; ``workloads``, by their flags; ``figures``: kind → workload → side → figures.
     """
-    folder = two_gpus(results).folder / model
-    records = {kind: _records(folder, kind) for kind in KINDS}
-    every = [record for found in records.values() for record in found]
-    if not every:
+    own = Results(two_gpus(results).folder / model)
+    names = [(kind, f"{kind}-{workload}") for kind in KINDS for workload in ALL_WORKLOADS]
+    records = [(kind, own.load(name)) for kind, name in names if name in own.names()]
+    if not records:
         return {}
+    figures: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for kind, record in records:
+        figures[kind][record["workload"]] = record["figures"]
     return {
-        "model_shape": every[0]["model_shape"],
-        "workloads": {record["workload"]: record["flags"] for record in every},
-        "figures": {
-            kind: {one["workload"]: one["figures"] for one in found} for kind, found in records.items()
-        },
+        "model_shape": records[0][1]["model_shape"],
+        "workloads": {record["workload"]: record["flags"] for _, record in records},
+        "figures": figures,
     }
 
 
@@ -68,11 +68,6 @@ def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
     """Return model → workload → side → figures of one of ``KINDS``, for the models that have any."""
     found = {model: recorded(results, model)["figures"][kind] for model in recorded_models(results)}
     return {model: runs for model, runs in found.items() if runs}
-
-
-def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    names = [f"{kind}-{workload}" for workload in ALL_WORKLOADS]
-    return [Results(folder).load(name) for name in names if (folder / f"{name}.json").is_file()]
 
 
 def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:

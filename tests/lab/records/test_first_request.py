@@ -11,7 +11,7 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import new_tokens
 from rosellm.errors import RoseError
 from rosellm.lab.records import first_request
-from rosellm.lab.records.first_process import first_run
+from rosellm.lab.records.first_request import first_run
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_model
 from tests.lab.measuring import measured, refusal
