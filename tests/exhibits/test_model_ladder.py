@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
-from rosellm.lab.records.model_runs import RIVAL
 from rosellm.lab.records.records import RecordError, Results, find, floor_us, modern_rivals
 from rosellm.lab.records.step_records import step_shape
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -46,7 +45,7 @@ def test_a_missing_record_is_refused_with_the_command_that_makes_it(tmp_path):
 def test_what_a_layer_takes_above_the_floor_counts_from_the_same_floor_for_both_engines():
     ours, theirs = ladder.rest_a_layer(RESULTS, MODEL, QWEN, "D1")
     step = ladder.mean_step_us(RESULTS, MODEL, "D1")
-    assert (theirs - ours) * 28 == pytest.approx(1e6 / modern_rivals(MODEL)[RIVAL]["D1"] - step)
+    assert (theirs - ours) * 28 == pytest.approx(1e6 / modern_rivals(MODEL)[ladder.RIVAL]["D1"] - step)
     assert ours * 28 + ladder.step_floor_us(RESULTS, QWEN, "D1") == pytest.approx(step)
     with pytest.raises(RecordError, match="no D1 of vLLM .* with gpt2"):
         ladder.rest_a_layer(RESULTS, "gpt2", ladder.GPT2, "D1")
