@@ -10,7 +10,7 @@ import pytest
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
-from rosellm.lab.records import recordings, rungs, step_records
+from rosellm.lab.records import experiments, recordings, rungs, step_records
 from rosellm.lab.records.experiment import Asked
 from rosellm.lab.records.registry import DEFAULT, EXPERIMENTS, Job, plan
 from rosellm.lab.records.sizes import SIZES
@@ -25,7 +25,10 @@ from tests.lab.measuring import measured, refusal
 SMALL = ["--device=cpu"]
 
 
-def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_python_alone_neither(tmp_path):
+def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_python_alone_neither(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(experiments, "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0], "slots": [1.0]})
     bookkeeping = measured(tmp_path, "bookkeeping")
     assert bookkeeping["kind"] == "bookkeeping" and bookkeeping["environment"]["device_name"]
     assert set(bookkeeping["figures"]["8"]) == {"tuple", "slots"} and "model" not in bookkeeping

@@ -68,7 +68,9 @@ def sample(name: str, folder: Path, form: str, options: list[str]) -> dict[str, 
 @contextmanager
 def files_of(commit: str) -> Iterator[Path]:
     """Yield a folder with the files of a commit. Raises RoseError if git does not have it."""
-    archive = _git("archive", commit)
+    archive = _git(
+        "archive", commit, *(f":(exclude)notebooks/{left_out}" for left_out in ("*.ipynb", "results"))
+    )
     with TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
             members.extractall(folder, filter="data")

@@ -72,20 +72,30 @@ def test_records_are_those_of_the_benchmark_and_of_measure_and_are_not_made_twic
     assert first.endswith("s] W0-dense") and second.endswith("s] bookkeeping")
 
 
-@pytest.mark.slow
-def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
-    recorder.rungs = ["dense"]
-    recorder.steps("W0")
-    first = read(recorder, "steps-W0")["figures"]["turns_us"]
-    recorder.rungs = ["dense", "paged"]
-    assert "steps-W0" in left(recorder)
-    recorder.steps("W0")
-    both = read(recorder, "steps-W0")["figures"]["turns_us"]
-    assert list(both) == ["dense", "paged"] and both["dense"] == first["dense"]
-    assert "steps-W0" not in left(recorder)
+@pytest.fixture
+def timed(monkeypatch) -> list[str]:
+    """The rungs whose steps were timed, in place of measuring them."""
+    rungs: list[str] = []
+
+    def steps(_model, asked, _workload, **_effort):
+        rungs.extend(asked)
+        return {"turns_us": {rung: [[float(len(rungs))]] for rung in asked}}
+
+    monkeypatch.setattr(quick, "ladder_steps", steps)
+    return rungs
 
 
-def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_context(recorder):
+def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder, timed):
+    for rungs in (["dense"], ["dense", "paged"]):
+        recorder.rungs = rungs
+        assert "steps-W0" in left(recorder)
+        recorder.steps("W0")
+        assert "steps-W0" not in left(recorder)
+    assert timed == ["dense", "paged"]
+    assert read(recorder, "steps-W0")["figures"]["turns_us"] == {"dense": [[1.0]], "paged": [[2.0]]}
+
+
+def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_context(recorder, timed):
     recorder.rungs = ["dense"]
     recorder.steps("W0")
     record = read(recorder, "steps-W0")
@@ -136,9 +146,8 @@ def test_a_limit_does_not_outlive_its_block():
         time.sleep(5)
 
 
-@pytest.mark.slow
 def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_to_show_it(
-    recorder, tmp_path, monkeypatch, capsys
+    recorder, timed, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "results" / REFERENCE).mkdir(parents=True)
     monkeypatch.setattr(Recorder, "jobs", lambda self: [Job("steps-W0", lambda: self.run("steps-W0"))])
