@@ -59,8 +59,6 @@ def test_leads_over_vllm_are_those_of_one_session():
 # 28
 
 
-
-
 def test_the_three_records_of_one_step_are_those_named():
     words = r"three records: (\d+) µs in whole runs above, (\d+) µs here, (\d+) µs in the ledger"
     results, qwen = Results(results_folder() / REFERENCE), "Qwen3-0.6B"

@@ -19,12 +19,7 @@ from tests.soak.streaming_driver import StreamingDriver
 
 ENDS = {"length", "stop", "cancelled", "failed"}
 REFUSED = {"OverloadError raised", "PromptError raised", "RoseError raised"}
-SHARES = {
-    BlockDriver: 0.4,
-    SchedulerDriver: 0.3,
-    PrefixDriver: 0.245,
-    StreamingDriver: 0.055,
-}
+SHARES = {BlockDriver: 0.4, SchedulerDriver: 0.3, PrefixDriver: 0.245, StreamingDriver: 0.055}
 OPERATIONS_EACH = 40  # in a program, on average
 LENGTH, MOST_OPERATIONS = 16, 10  # of a program that finds a planted fault, as drawn and shrunken
 
