@@ -13,8 +13,8 @@ from rosellm.lab.records import first_request, lengths, records, step_time
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find, read_us, rivals
 from rosellm.lab.trying.case import LONG, LONGEST
-from rosellm.roseinfer.kernels.attention_plan import UNEVEN, UNEVEN_FROM
 from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.attention_plan import UNEVEN, UNEVEN_FROM
 from tests.claims.reading import ROOT, claim, number, prose, said
 
 # 13

@@ -1,8 +1,9 @@
 """Measure whether this checkout's engine is as fast as an earlier commit's: alternating whole runs.
 
-A sample is a process that runs the benchmark of one side's package on that side's best rung or the given one;
-the sides alternate. Both must generate equally many tokens; the output says whether they are the same tokens,
-which may differ in 16 bits with the order of summation.
+Each side is a process with the package of its commit, its own best rung or the given one, and an engine for
+the current workload; samples of a second or more of whole runs alternate. Both must generate equally many
+tokens; the output says whether they are the same tokens, which may differ in 16 bits with the order of
+summation.
 """
 
 from __future__ import annotations
@@ -14,63 +15,75 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, cast
 
 import rosellm
 from rosellm import errors
-from rosellm.bench.record import across_repeats
 from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.environment import CHECKOUT
 from rosellm.errors import OptionError, RoseError
+from rosellm.lab.records import version_side
 from rosellm.lab.records.earlier import in_parts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import percent_change
-from rosellm.lab.records.turns import in_turns
+from rosellm.lab.records.turns import runs_in_turns
 
 NAME = "versions"
 OLD, NEW = "old", "new"
 MEASURED = ("W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7")
-RUNS = {"cuda": 5, "cpu": 1}  # measured runs of a sample
+SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
 
 
-def sample(name: str, folder: Path, form: str, options: list[str]) -> dict[str, Any]:
-    """Return the record of a benchmark by the package in ``folder``, run in a new process.
+class Side:
+    """A process that runs the package in ``folder``. Raises RoseError if the process ends prematurely."""
 
-    Raises RoseError, naming the side, with the process's last line if it fails.
-    """
-    with TemporaryDirectory() as place:
-        path = Path(place) / "run.json"
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                f"rosellm.roseinfer.benchmark_{form}",
-                *options,
-                "--json",
-                str(path),
-            ],
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            cwd=folder,
-            capture_output=True,
-            text=True,
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+        environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+        command_line, pipe = [sys.executable, version_side.__file__], subprocess.PIPE
+        self._process = subprocess.Popen(
+            command_line, env=environment, cwd=folder, stdin=pipe, stdout=pipe, text=True
         )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            raise RoseError(f"the {name} side: {said[-1].removeprefix('error: ')}")
-        return json.loads(path.read_text())
+
+    def prepare(self, form: str, options: list[str]) -> dict[str, Any]:
+        """Build the engine for a benchmark and serve its requests once; return its rung and KV blocks."""
+        answer = self._ask([form, options])
+        if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
+            raise RoseError(f"the {self._name} side imports {package}, not its own package")
+        return answer
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        """Return the figures of runs that take ``seconds`` together; at least one runs."""
+        return self._ask(seconds)
+
+    def close(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, asked: object) -> dict[str, Any]:
+        to, answers = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        try:
+            print(json.dumps(asked), file=to, flush=True)
+            answer = answers.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RoseError(f"the {self._name} side ended with status {self._process.wait()}; see above")
+        answered = cast(dict[str, Any], json.loads(answer))
+        if "error" in answered:
+            raise RoseError(f"the {self._name} side: {answered['error']}")
+        return answered
 
 
 @contextmanager
-def files_of(commit: str) -> Iterator[Path]:
-    """Yield a folder with the files of a commit. Raises RoseError if git does not have it."""
-    archive = _git(
-        "archive", commit, *(f":(exclude)notebooks/{left_out}" for left_out in ("*.ipynb", "results"))
-    )
+def package_of(commit: str) -> Iterator[Path]:
+    """Yield a folder with the package as of a commit. Raises RoseError if git does not have it."""
+    archive = _git("archive", commit, "rosellm")
     with TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
             members.extractall(folder, filter="data")
@@ -97,8 +110,11 @@ def measure(asked: Asked) -> Iterator[Record]:
     """Sample each workload on both sides; print the result after each."""
     facts = {"model": asked.model, "load_format": asked.load_format, "size": asked.size.name}
     begun = asked.record(NAME, **facts, rung=asked["rung"], old_commit=full_hash(asked["old"]), figures={})
-    with files_of(begun["old_commit"]) as old:
-        sides = {OLD: old, NEW: Path(rosellm.__file__).parents[1]}
+    with ExitStack() as stack:
+        old = stack.enter_context(package_of(begun["old_commit"]))
+        sides = {OLD: Side(OLD, old), NEW: Side(NEW, Path(rosellm.__file__).parents[1])}
+        for side in sides.values():
+            stack.callback(side.close)
         parts = {name: partial(measure_workload, asked, sides, name) for name in asked["workloads"]}
         path, order = asked.folder / f"{NAME}.json", list(ALL_WORKLOADS).index
         for record, name, figures in in_parts(path, begun, parts, order=order):
@@ -106,33 +122,28 @@ def measure(asked: Asked) -> Iterator[Record]:
             print(told(name, figures), flush=True)
 
 
-def measure_workload(asked: Asked, sides: Mapping[str, Path], workload: str) -> dict[str, dict[str, Any]]:
-    """Return side → its rung, KV blocks and samples. sides: name → folder with the package.
+def measure_workload(asked: Asked, sides: Mapping[str, Side], workload: str) -> dict[str, dict[str, Any]]:
+    """Return side → its engine and samples.
 
-    Raises RoseError if the sides' numbers of generated tokens differ.
+    Raises RoseError if the sides' KV caches or their numbers of generated tokens differ.
     """
     rung = ("--rung", asked["rung"]) if asked["rung"] else ("--paged-attn", "--cuda-graph")
-    runs = "--warmup-runs", 1, "--repeat-runs", RUNS[asked.device]
-    form, options = ALL_WORKLOADS[workload].form, asked.benchmark_options(workload, *rung, *runs)
-    samples = {name: partial(sample, name, folder, form, options) for name, folder in sides.items()}
-    found = in_turns(samples, asked["repeats"], warm_up=False)
-    figures = {name: _figures(records) for name, records in found.items()}
-    if len(all_of("completion_tokens", figures)) > 1:
+    form, options = ALL_WORKLOADS[workload].form, asked.benchmark_options(workload, *rung)
+    engines = {name: side.prepare(form, options) for name, side in sides.items()}
+    _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
+    seconds = SAMPLE_S if asked.device == "cuda" else 0.0
+    samples = {name: partial(side.sample, seconds) for name, side in sides.items()}
+    found = runs_in_turns(samples, asked["repeats"])
+    if len(all_of("completion_tokens", found)) > 1:
         raise RoseError(f"{workload}: the runs make different numbers of tokens")
-    return figures
+    return {name: {**engines[name], **figures} for name, figures in found.items()}
 
 
-def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a side's engine and, for each sample, the tokens per second over all its runs."""
-    repeats = []
-    for record in records:
-        (result,) = record["results"].values()
-        names = "completion_tokens", "total_time_s", "tokens_sha256"
-        tokens, seconds, digests = ([run[name] for run in result["repeats"]] for name in names)
-        total = {"total_time_s": sum(seconds), "tok_s": sum(tokens) / sum(seconds)}
-        repeats.append(total | {"completion_tokens": tokens, "tokens_sha256": sorted(set(digests))})
-    engine = {name: records[0][name] for name in ("rung", "num_kv_blocks")}
-    return {**engine, "repeat_runs": len(repeats), **across_repeats(repeats)}
+def _check_caches(workload: str, blocks: Mapping[str, int]) -> None:
+    """Raise RoseError unless both engines, which share memory, have equally many KV blocks."""
+    if len(set(blocks.values())) > 1:
+        counts = ", ".join(f"{name} {n:,}" for name, n in blocks.items())
+        raise RoseError(f"{workload}: memory has no room for two such KV caches: blocks {counts}")
 
 
 def all_of(name: str, figures: Mapping[str, Mapping[str, Any]]) -> set[Any]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from rosellm.errors import RoseError
 from rosellm.lab import measure
 from rosellm.lab.records import versions
 from rosellm.lab.records.registry import plan
-from rosellm.lab.records.versions import measure_workload, sample
-from tests.lab.measuring import measured
+from rosellm.lab.records.versions import Side, measure_workload
 
 GIVEN = ["--device=cpu", "--repeats=2"]
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory) -> dict:
-    asked = "--repeats=2", "--old=HEAD", "--workloads=W4,TTFT64"
-    return measured(tmp_path_factory.mktemp("records"), "versions", *asked)
+    folder = tmp_path_factory.mktemp("records")
+    assert (
+        measure.main(["versions", *GIVEN, "--old=HEAD", "--workloads=W4,TTFT64", f"--output={folder}"]) == 0
+    )
+    return json.loads((folder / "rose-tiny" / "versions.json").read_text())
 
 
 @pytest.mark.slow
@@ -34,50 +39,76 @@ def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record
 
 
 @pytest.mark.slow
-def test_what_a_side_cannot_run_is_told_in_one_line(tmp_path, capsys) -> None:
-    asked = "--old=HEAD", "--model=rose-tiny-qwen3", "--rung=persistent_kernel", "--workloads=W1"
-    assert measure.main(["versions", *GIVEN, *asked, f"--output={tmp_path}"]) == 2
-    assert "the old side: exhibit='persistent_layers'" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--old=no-such-commit"], "no-such-commit"),
+        (["--old=--output=x"], "--output=x"),
+        (["--old=HEAD", "--workloads=,"], "--workloads names none"),
+        ([], "versions needs --old"),
+        (
+            ["--old=HEAD", "--model=rose-tiny-qwen3", "--rung=persistent_kernel", "--workloads=W1"],
+            "the old side: exhibit='persistent_layers'",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_one_line(tmp_path, capfd, options, told) -> None:
+    assert measure.main(["versions", *GIVEN, f"--output={tmp_path}", *options]) == 2
+    assert told in capfd.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.slow
-def test_a_side_runs_its_own_package_and_what_that_says_last_ends_the_comparison(tmp_path) -> None:
+def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> None:
     (tmp_path / "rosellm").mkdir()
     (tmp_path / "rosellm" / "__init__.py").write_text("raise ImportError('too old')")
-    with pytest.raises(RoseError, match="the old side: ImportError: too old"):
-        sample(versions.OLD, tmp_path, "scheduler", [])
+    side = Side(versions.OLD, tmp_path)
+    with pytest.raises(RoseError, match="the old side ended with status 1"):
+        side.prepare("scheduler", [])
+    side.close()
+    assert "too old" in capfd.readouterr().err
 
 
-def run(digest: str, tokens: int = 8) -> dict:
-    """The record of one process that ran twice."""
-    runs = [
-        {"total_time_s": 0.08, "completion_tokens": n, "tokens_sha256": one}
-        for n, one in ((8, "a"), (tokens, digest))
-    ]
-    return {"rung": "split_kv", "num_kv_blocks": 9, "results": {"online": {"repeats": runs}}}
+class Made:
+    """A side without a process: a sample is of two runs."""
+
+    def __init__(self, digest: str, tokens: int = 8, blocks: int = 9000) -> None:
+        self.digest, self.tokens, self.blocks = digest, tokens, blocks
+
+    def prepare(self, form: str, options: list[str]) -> dict:
+        return {"rung": "split_kv", "num_kv_blocks": self.blocks}
+
+    def sample(self, seconds: float) -> dict:
+        return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": [self.digest]}
 
 
-def compared(tmp_path, monkeypatch, new: dict) -> dict:
+def measured(tmp_path, old: Made, new: Made) -> dict:
     (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD", f"--output={tmp_path}"]))
-    monkeypatch.setattr(versions, "sample", lambda name, *_given: new if name == versions.NEW else run("a"))
-    return measure_workload(job.asked, dict.fromkeys((versions.OLD, versions.NEW), tmp_path), "W1")
+    return measure_workload(job.asked, {versions.OLD: old, versions.NEW: new}, "W1")
 
 
-def test_runs_of_fewer_tokens_are_no_comparison(tmp_path, monkeypatch) -> None:
+def test_runs_of_fewer_tokens_are_no_comparison(tmp_path) -> None:
     with pytest.raises(RoseError, match="W1: the runs make different numbers of tokens"):
-        compared(tmp_path, monkeypatch, run("a", tokens=7))
+        measured(tmp_path, Made("a"), Made("a", tokens=7))
+
+
+def test_a_cache_that_the_other_leaves_no_room_for_is_no_comparison(tmp_path) -> None:
+    with pytest.raises(
+        RoseError, match="W1: memory has no room for two such KV caches: blocks old 9,000, new 7"
+    ):
+        measured(tmp_path, Made("a"), Made("a", blocks=70))
 
 
 @pytest.mark.parametrize(
     ("digest", "tokens"), [("a", "the same tokens"), ("b", "not always the same tokens")]
 )
-def test_other_tokens_are_told(tmp_path, monkeypatch, digest, tokens) -> None:
-    found = compared(tmp_path, monkeypatch, run(digest))
+def test_other_tokens_are_told(tmp_path, digest, tokens) -> None:
+    found = measured(tmp_path, Made("a"), Made(digest))
     assert versions.told("W1", found) == f"W1, tok/s: old 100, new 100 (+0.0 %), {tokens}"
 
 
-def test_the_files_of_a_commit_are_there_for_its_side_alone() -> None:
-    with versions.files_of(versions.full_hash("HEAD")) as folder:
-        assert (folder / "rosellm" / "__init__.py").is_file() and not (folder / ".git").exists()
+def test_the_package_of_a_commit_is_that_commits_alone() -> None:
+    with versions.package_of(versions.full_hash("HEAD")) as folder:
+        assert [path.name for path in Path(folder).iterdir()] == ["rosellm"]
+        assert (folder / "rosellm" / "__init__.py").is_file()
     assert not folder.exists()
