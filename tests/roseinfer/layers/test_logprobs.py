@@ -8,7 +8,6 @@ import torch
 
 from rosellm.errors import SamplingError
 from rosellm.roseinfer.cache.device_state import ROUNDS
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import RequestOutput
@@ -20,7 +19,7 @@ from tests.helpers import greedy_sequences, random_model, random_prompts, small_
 from tests.roseinfer.steps.fake_graphs import captured
 
 __all__ = ["captured"]
-RUNGS = ["resident_step", "split_kv"]
+RUNGS = ["resident_step", "split_kv", BEST_RUNG]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
 
 
@@ -41,18 +40,11 @@ def test_the_token_comes_first_then_the_most_likely_others():
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(rung):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(rung, is_captured, request):
     """And those of a request that asks do not change what others get, nor how many of them run together."""
-    check_log_probabilities_of_some(rung)
-
-
-@pytest.mark.parametrize("rung", ["resident_step", BEST_RUNG])
-def test_so_they_are_if_they_come_from_captured_runs(captured, rung):
-    engine = check_log_probabilities_of_some(rung)
-    assert engine.late_captures == 0 < len(engine.step.worker.logprobs._runs)
-
-
-def check_log_probabilities_of_some(rung: str) -> Engine:
+    if is_captured:
+        request.getfixturevalue("captured")
     model, prompts = random_model(0), random_prompts([3, 9, 1, 5])
     wishes = [
         {"temperature": 0.0, "logprobs": 3},
@@ -69,7 +61,7 @@ def check_log_probabilities_of_some(rung: str) -> Engine:
             assert_logprobs(
                 uncached_logits(model, prompt + output.token_ids), len(prompt), output, own.logprobs
             )
-    return engine
+    assert not is_captured or engine.late_captures == 0 < len(engine.step.worker.logprobs._runs)
 
 
 def assert_logprobs(logits: torch.Tensor, n_prompt: int, output: RequestOutput, n: int) -> None:
