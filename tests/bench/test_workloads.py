@@ -61,16 +61,11 @@ def test_a_model_or_a_recipe_of_ones_own_wins_over_the_workloads(given, model, r
     assert choose_recipe(options) == recipe
 
 
-OF_TRACE = "seconds,prompt_tokens,new_tokens\n0,1,2\n"
-
-
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
         ("W3", "", []),
         ("W3", "--num-requests 2", ["num_requests=2 for 256"]),
-        ("W3", "--rung paged", []),
-        ("W3", "--paged-attn", ["a recipe that is no rung"]),
         ("W3", "--hf-model-id rose-tiny", ["hf_model_id=rose-tiny for gpt2", "load_format=auto for dummy"]),
         ("W3", "--seed 7", ["seed=7 for 0"]),
         ("W3", "--num-kv-blocks 40", ["num_kv_blocks=40 for None"]),
@@ -80,24 +75,26 @@ OF_TRACE = "seconds,prompt_tokens,new_tokens\n0,1,2\n"
         ("W4", "--stream-interval 16", ["stream_interval=16 for 1"]),
         ("W4", "--submit-interval-ms 5", ["submit_interval_ms=5.0 for 0.0"]),
         ("W4", "--request-rate 20", ["request_rate=20.0 for None"]),
-        ("W4", "--trace trace", ["num_requests=1 for 128", "the arrivals of a trace"]),
-        ("W4", "--long-prompt-tokens=90 --prefill-chunk=16", ["long_prompt_tokens=90 for None"]),
     ],
 )
-def test_header_and_record_say_in_what_a_run_is_not_the_workload(
-    name, given, told, capsys, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trace").write_text(OF_TRACE)
-    options = options_of(name, *given.split())
-    recipe = choose_recipe(options) if options.all_reduce == "library" else None
-    engine = Engine(random_model(0), recipe=recipe, max_batch_size=2)
-    found = departures(options, engine)
-    assert {FP32, *told} <= set(found)
-    assert len(found) == len(told) + 1 or {"--trace", "--long-prompt-tokens=90"} & set(given.split())
+def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, told, capsys):
+    options, engine = options_of(name, *given.split()), Engine(random_model(0), max_batch_size=2)
+    assert departures(options, engine) == [*told, FP32]
     print_header(engine, options)
-    assert f"Not comparable with {name}'s records: {', '.join(found)}\n" in capsys.readouterr().out
+    assert f"Not comparable with {name}'s records: {', '.join([*told, FP32])}\n" in capsys.readouterr().out
     assert "preset" not in request_facts(options)["options"]
+
+
+def test_a_trace_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads(tmp_path):
+    (tmp_path / "trace").write_text("seconds,prompt_tokens,new_tokens\n0,1,2\n")
+    engine = Engine(random_model(0), max_batch_size=2)
+    of_trace = options_of("W4", "--trace", str(tmp_path / "trace"))
+    assert "the arrivals of a trace" in departures(of_trace, engine)
+    told = departures(options_of("W4", "--long-prompt-tokens=90", "--prefill-chunk=16"), engine)
+    assert {"long_prompt_tokens=90 for None", "prefill_chunk=16 for None"} <= set(told)
+    eager = options_of("W3", "--paged-attn")
+    engine = Engine(random_model(0), recipe=choose_recipe(eager), max_batch_size=2)
+    assert departures(eager, engine) == [FP32, "a recipe that is no rung"]
 
 
 def test_explicit_options_win_over_the_workload_and_show_in_the_record():

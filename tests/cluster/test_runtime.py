@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from tomllib import loads
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -174,20 +174,26 @@ def test_a_start_that_fails_keeps_no_share(ray):
 @pytest.mark.parametrize(
     ("kind", "n", "each", "told"),
     [
-        ("CPU", 2, 1, "data_parallel_size 2 needs 2 CPUs; 1 of the Ray cluster's 4 are free"),
         ("CPU", 5, 1, "data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"),
-        ("CPU", 2, 2, "2 times tensor_parallel_size 2 needs 4 CPUs, 2 of a host each; 1 of the Ray"),
+        ("CPU", 3, 2, "3 times tensor_parallel_size 2 needs 6 CPUs, 2 of a host each; the Ray cluster has 4"),
         ("GPU", 1, 1, "data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"),
     ],
 )
-def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(ray, kind, n, each, told):
-    ray.util.placement_group.return_value.wait.return_value = False
+def test_more_replicas_than_the_cluster_has_are_refused(ray, kind, n, each, told):
     share = runtime.Runtime(None, 2)
     with pytest.raises(DeviceError, match=told):
         share.reserve(kind, n, each)
-    group = ray.util.placement_group
-    assert group.call_args_list == ([call([{kind: each}] * n, strategy="PACK")] if "1 of" in told else [])
-    assert ray.util.remove_placement_group.call_count == group.call_count
+    share.leave()
+
+
+def test_more_replicas_than_the_cluster_has_free_are_refused_and_ask_for_no_more(ray):
+    ray.util.placement_group.return_value.wait.return_value = False
+    share = runtime.Runtime(None, 2)
+    told = "2 times tensor_parallel_size 2 needs 4 CPUs, 2 of a host each; 1 of the Ray cluster's 4 are free"
+    with pytest.raises(DeviceError, match=told):
+        share.reserve("CPU", 2, 2)
+    ray.util.placement_group.assert_called_once_with([{"CPU": 2}] * 2, strategy="PACK")
+    ray.util.remove_placement_group.assert_called_once()
     share.leave()
 
 
