@@ -22,10 +22,8 @@ from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS as FOUND
 from rosellm.lab.records.records import results_folder
 from rosellm.models.families.table import write_arch
 from rosellm.roseinfer.recipe import BEFORE
-from tests.exercises import solution_in, solved
 from tests.helpers import WINDOWED, small_config
 from tests.lab.made_up_machine import FOLDER, NAME, add_complete_machine
-from tests.side_by_side import SIDE_BY_SIDE
 from tests.warm_kernel import WarmKernel
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +43,13 @@ MACHINES = """from rosellm.lab.records import machines
 machines.find = lambda name, _, find=machines.find: find(name, __import__("pathlib").Path({!r}))
 del machines"""  # and no name more in the notebook
 UNRECORDED = "if nb.verdicts():"  # the cell of a rung whose whole runs no machine has recorded
+# How a cell shows the records of every machine.
+METHODS = (
+    "print_table", "each_machine", "recorded", "predict", "outcome", "verdict", "ablation", "timeline",
+    "waterfall",
+)  # fmt: skip
+SIDE_BY_SIDE = re.compile(rf"\b(?:nb|mixed|epilogue)\.(?:(?:{'|'.join(METHODS)})\(|(?:machines|others)\b)")
+FENCE = re.compile(r"<details>.*?```python\n(.*?)```", re.DOTALL)
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -207,6 +212,37 @@ def test_plumbing_is_folded_in_pages_and_in_lab(path):
         assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == (HIDDEN in tags(cell))
         if "parameters" in tags(cell) or plumbing.search(cell.source):
             assert HIDDEN in tags(cell), cell.source
+
+
+# Exercises: an empty stub, and below it a collapsed solution that takes its place when notebooks run.
+
+
+def solution_in(markdown: str) -> str:
+    """The source within the first collapsed block; "" if there is none."""
+    found = FENCE.search(markdown)
+    return found[1] if found else ""
+
+
+def solved(stub: str, below: str) -> str:
+    """A cell that defines the solution in place of the stub, and asserts what ``exercise`` checks."""
+    tree = ast.parse(stub)
+    kept = [ast.get_source_segment(stub, node) or "" for node in tree.body if not _is_stub(node)]
+    return "\n".join([solution_in(below), *map(_asserted, kept)])
+
+
+def _is_stub(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and all(isinstance(one, ast.Expr) for one in node.body)
+
+
+def _asserted(source: str) -> str:
+    node = ast.parse(source).body[0]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = ast.unparse(node.value.func)
+        if called.rpartition(".")[2] == "exercise":
+            given = ast.unparse(node.value)[len(called) :]
+            checked = f"wrong = what_fails{given}\nassert wrong is None, wrong"
+            return f"from rosellm.lab.rung import what_fails\n{checked}"
+    return source
 
 
 @each_notebook
