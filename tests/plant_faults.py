@@ -36,9 +36,9 @@ class Fault:
 # A fault in two lines: where it is and which tests find it; the change.
 # fmt: off
 FAULTS = (
-    Fault("KV blocks", "kv_blocks.py", "test_kv_blocks.py",
+    Fault("KV blocks", "kv_blocks.py", "test_state_machines.py",
           "n_tokens > 0 and self._refs", "n_tokens < 0 and self._refs"),
-    Fault("prefix cache", "prefix_cache.py", "test_prefix_cache.py",
+    Fault("prefix cache", "prefix_cache.py", "test_state_machines.py",
           "len(tokens) - 1) //", "len(tokens)) //"),
     Fault("block tables", "ladder/rungs.py", "ladder/test_tables.py",
           "map(ne, rows, sent)", "map(lambda a, b: len(a) != len(b), rows, sent)"),
@@ -176,7 +176,10 @@ def found(folder: Path, names: str) -> list[Path]:
 
 def holders(fault: Fault, checkout: Path) -> list[Path]:
     """The files called ``fault.file`` that have the text to be changed: one, or the fault is stale."""
-    return [path for path in found(checkout / "rosellm", fault.file) if fault.old in path.read_text("utf-8")]
+    rooms = checkout / "rosellm", checkout / "notebooks" / "exhibits"
+    paths = [path for room in rooms for path in room.rglob(Path(fault.file).name)]
+    named = [path for path in paths if path.as_posix().endswith(f"/{fault.file}")]
+    return [path for path in named if fault.old in path.read_text("utf-8")]
 
 
 def plant(fault: Fault, checkout: Path) -> None:
