@@ -96,7 +96,8 @@ def check_kernel(
     seed = secrets.randbits(31) if seed is None else seed
     dtypes = COPIED if name.startswith("kv_append") else tuple(dict.fromkeys((torch.float32, dtype)))
     drawn = list(cases(model, dtypes, seed, n_random, context))
-    told = tqdm(drawn, desc=name, unit="case", leave=False, delay=1, disable=_is_silent())
+    is_read = sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ  # a terminal or JupyterLab
+    told = tqdm(drawn, desc=name, unit="case", leave=False, delay=1, disable=not is_read)
     with launches() as launched:
         for n, case in enumerate(told, 1):
             if found := faults_of(name, kernel, case, seed + n, where):
@@ -104,11 +105,6 @@ def check_kernel(
                 return Verdict(name, n, seed, failed, tuple(found))
     is_interpreted = bool(launched) and where.type == "cpu"
     return Verdict(name, len(drawn), seed, launched=frozenset(launched), interpreted=is_interpreted)
-
-
-def _is_silent() -> bool:
-    """Return whether to hide progress: neither a terminal nor JupyterLab, but a batch execution."""
-    return not (sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ)
 
 
 def check_name(name: str, kernel: object) -> None:

@@ -7,6 +7,7 @@ with it and must generate the tokens of the base rung; then the steps of both ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +37,7 @@ from rosellm.lab.trying.check_kernel import (
     faults_of,
     launches,
 )
-from rosellm.lab.trying.same_tokens import LONG, same_tokens
+from rosellm.lab.trying.same_tokens import LONG, Replaced, same_tokens
 from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -47,7 +48,6 @@ EFFORT: dict[str, dict[str, Any]] = {
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 3},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
 }
-Replaced = Mapping[str, Callable[..., Any]]
 
 
 @dataclass
@@ -120,7 +120,10 @@ class TriedRung:
         for rung, one in steps.items():
             speeds[rung] = steps[self.base].us / one.us
             if rung == self.base:
-                speeds[self.name] = self._speed if self.model.device.type == "cuda" else None
+                is_timed = self.model.device.type == "cuda"
+                speeds[self.name] = (
+                    self.step_times[rung].us / self.step_times[self.name].us if is_timed else None
+                )
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
@@ -157,10 +160,6 @@ class TriedRung:
     @property
     def _untimed(self) -> str:
         return f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a GPU"
-
-    @property
-    def _speed(self) -> float:
-        return self.step_times[self.base].us / self.step_times[self.name].us
 
     @property
     def _sides(self) -> dict[str, Kernels]:
@@ -236,7 +235,9 @@ def try_rung(
         raise KernelError("\n".join(wrong))
     ours = _one_by_one(base, transformer.device)
     served = {model: get_model(model, device, "float32", load_format)}
-    if _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
+    grouped = get_model(GROUPED_MODEL, device, "float32")
+    with suppress(RecipeError):
+        LADDER[base].check_serves(grouped.config)
         served.setdefault(GROUPED_MODEL, grouped)
     calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))[model]
     found = verdicts, tuple(served), calls, results
@@ -254,14 +255,6 @@ def _check_names(name: str, base: str, kernels: Replaced) -> None:
             raise KernelError(reason)
 
 
-def _serves(base: str, model: Transformer) -> bool:
-    try:
-        LADDER[base].check_serves(model.config)
-    except RecipeError:
-        return False
-    return True
-
-
 def _one_by_one(base: str, device: torch.device) -> Kernels:
     """Return the base rung's kernels; torch's are called one by one, like Triton's.
 
@@ -271,9 +264,5 @@ def _one_by_one(base: str, device: torch.device) -> Kernels:
     kernels = choose_kernels("auto", LADDER[base].launch, device)
     if kernels.name != "torch" or LADDER[base].exhibit == "persistent_layers":
         return kernels
-    return replace(kernels, name="torch, one by one", append_and_attend=_alone(kernels.append_and_attend))
-
-
-def _alone(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function so that the engine does not recognise it."""
-    return lambda **operands: kernel(**operands)
+    attend = kernels.append_and_attend  # wrapped, so that the engine does not recognise it
+    return replace(kernels, name="torch, one by one", append_and_attend=lambda **o: attend(**o))
