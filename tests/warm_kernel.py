@@ -80,7 +80,7 @@ class WarmKernel(RunningKernel):
 
 def _serve(connection_file: str, folder: str) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == "rosellm"]:
-        del sys.modules[module]  # the batch runner asks the same fork server for it
+        del sys.modules[module]  # the warm libraries' way to spare an import is of this package
     multiprocessing.current_process()._config["daemon"] = False  # or it might not start ranks
     gc.freeze()  # the garbage collector passes over all that was imported
     os.chdir(folder)

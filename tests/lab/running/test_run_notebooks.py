@@ -184,7 +184,7 @@ class TestRun:
         source = "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '1000'])\n"
         source += f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(1000)"
         notebook = save(folder, "a", source)
-        for seconds in (1, 6, 24, 48):  # before a kernel has started, and after
+        for seconds in (0.5, 3, 12, 48):  # before a kernel has started, and after
             (outcome,) = run([notebook], build, timeout=seconds)
             assert (outcome.status, outcome.seconds) == ("timeout", seconds)
             assert outcome.error == f"not done after {seconds} s"
