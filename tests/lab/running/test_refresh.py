@@ -16,7 +16,7 @@ from rosellm.lab.running import refresh_notebooks
 from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.refresh_notebooks import add_pictures, draw, renewed
-from tests.lab.running.test_run_notebooks import status_of, wait_until
+from tests.lab.running.test_run_notebooks import printed, save, status_of, wait_until
 from tests.roseinfer.ranks import is_running
 
 
@@ -27,19 +27,6 @@ def command(tmp_path: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     return status_of(refresh_notebooks.main, arguments)
-
-
-def save(folder: Path, name: str, *sources: str) -> Path:
-    cells = [new_markdown_cell("# Why?"), *[new_code_cell(source) for source in sources]]
-    metadata = {
-        "kernelspec": {"name": "python3", "display_name": "mine", "language": "python"},
-        "language_info": {"name": "python", "version": "3.11.7"},
-        "papermill": {"duration": 3.2},
-        "widgets": {"state": {}},
-    }
-    path = folder / f"{name}.ipynb"
-    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
-    return path
 
 
 def test_outputs_and_counts_are_renewed_and_what_differs_between_machines_goes():
@@ -82,8 +69,8 @@ def test_notebooks_are_executed_in_place_by_this_interpreter_and_the_same_every_
     path = save(tmp_path, "00_a", "import os, sys", "print(sys.executable, os.getcwd())\nprint(2)")
     assert main(command) == 0
     first, notebook = path.read_bytes(), nbformat.read(path, as_version=4)
-    assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2]
-    assert notebook.cells[2].outputs[0].text == f"{sys.executable} {tmp_path}\n2\n"
+    assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
+    assert printed(path) == f"{sys.executable} {tmp_path}\n2\n"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert main(command) == 0
     assert path.read_bytes() == first
@@ -101,7 +88,7 @@ def test_what_cannot_be_refreshed_is_told_in_one_line_with_exit_code_2(
 
     failing, fine = save(tmp_path, "00_a", "1 / 0"), save(tmp_path, "01_b", "1")
     before = failing.read_bytes(), fine.read_bytes()
-    assert told("--select", "00").startswith("error: 00_a is left as it was: cell 1: ZeroDivisionError: ")
+    assert told("--select", "00").startswith("error: 00_a is left as it was: cell 2: ZeroDivisionError: ")
     monkeypatch.setattr("rosellm.lab.running.refresh_notebooks.write_text", refuse)
     assert told("--select", "01").startswith("error: [Errno 30] Read-only file system")
     assert (failing.read_bytes(), fine.read_bytes()) == before
@@ -124,6 +111,6 @@ def test_an_interrupt_keeps_what_is_done_and_leaves_the_rest_as_it_was(tmp_path,
     told = f"interrupted by {number.name}: finished 00_done; not finished 01_cut, 02_never"
     assert capsys.readouterr().err.splitlines()[-1] == told
     assert wait_until(lambda: not is_running(int(note.read_text())))
-    assert nbformat.read(done, as_version=4).cells[1].outputs[0].text == "DONE\n"
+    assert printed(done) == "DONE\n"
     assert (cut.read_bytes(), never.read_bytes()) == before
     assert sorted(tmp_path.iterdir()) == [done, cut, never, note]

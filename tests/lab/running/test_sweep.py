@@ -13,7 +13,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_notebook
 
 from rosellm.cluster import runtime
 from rosellm.errors import ClusterError, DeviceError, RoseError
@@ -22,9 +22,7 @@ from rosellm.lab.running import run_notebooks, sweep
 from rosellm.lab.running.execution import Executed, Outcome
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep
-from tests.lab.running.test_run_notebooks import status_of
-
-KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+from tests.lab.running.test_run_notebooks import save, status_of
 
 
 class LostError(Exception):
@@ -163,13 +161,9 @@ def folder(joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three notebooks, which a fake cluster with a GPU executes at once; one it loses."""
     joined(CPU=2, GPU=1)
     monkeypatch.setattr(run_notebooks, "execute", execute)
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
     for name in ("a", "b", "lost"):
-        cell = new_code_cell("device = 'auto'", metadata={"tags": ["parameters"]})
-        notebook = new_notebook(cells=[cell], metadata={"kernelspec": KERNEL})
-        nbformat.write(notebook, folder / f"{name}.ipynb")
-    return folder
+        save(tmp_path / "notebooks", name, parameters="device = 'auto'")
+    return tmp_path / "notebooks"
 
 
 ASKED: list[str] = []
@@ -247,8 +241,7 @@ def test_a_newer_record_or_exhibit_makes_every_notebook_run_again(folder, tmp_pa
 @pytest.mark.parametrize("command", [measure.main, run_notebooks.main])
 def test_an_address_that_cannot_serve_is_refused_in_one_line(command, tmp_path, capsys, monkeypatch):
     pytest.importorskip("ray", reason=runtime.EXTRA)
-    (tmp_path / "notebooks").mkdir()
-    nbformat.write(new_notebook(metadata={"kernelspec": KERNEL}), tmp_path / "notebooks/a.ipynb")
+    save(tmp_path / "notebooks", "a")
     monkeypatch.chdir(tmp_path)
     assert command(["--cluster", "here", "--output", "out"]) == 2
     told = capsys.readouterr().err
