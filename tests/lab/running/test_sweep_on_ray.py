@@ -90,8 +90,9 @@ def test_a_sweep_has_records_made_by_the_machines_and_writes_them_here(
     small = ["--device=cpu", "W1-dense", "bookkeeping", "--repeats=1"]
     assert measure.main(["--cluster", "auto", *small, f"--output={tmp_path}"]) == 0
     assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
-    for path in tmp_path.iterdir():
+    paths = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.json")}
+    assert set(paths) == {"rose-tiny/W1-dense.json", "bookkeeping.json"}
+    for path in paths.values():
         told = json.loads(path.read_text())["environment"]
         assert told["machine"] == platform.node()
         assert told["git_commit"] == environment(torch.device("cpu"))["git_commit"]
