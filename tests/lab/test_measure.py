@@ -94,7 +94,7 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     assert equality["model"] == SHIPPED and equality["size"] == "small"
     assert list(equality["figures"]["float32"]) == ["dense", "persistent_kernel", "paged"]
     said = capsys.readouterr()
-    assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
+    assert "Not comparable with W2's records: " in said.out
     assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 

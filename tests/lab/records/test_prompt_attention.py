@@ -31,7 +31,8 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_pa
         assert found["prompts"] == prompts and found["flop"] == 4 * head_dim * heads * prompts * pairs
         assert all(len(us) == 2 and min(us) > 0 for us in found["us"].values())
         assert 0 <= found["largest_difference"][prompt_attention.FLASH] < 1e-4
-    assert [line.partition(",")[0] for line in capsys.readouterr().out.splitlines()] == ["14 × 9", "2 × 64"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said[:2]] == ["14 × 9", "2 × 64"]
 
 
 def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsys, monkeypatch) -> None:

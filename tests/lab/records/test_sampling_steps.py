@@ -14,7 +14,7 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
-from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.worker import Worker
 from tests.helpers import CPU, random_model, small_config
 from tests.lab.measuring import measured, refusal
 
@@ -61,7 +61,7 @@ def test_a_mode_asks_the_chooser_for_what_its_name_says_in_all_rows_or_in_the_fi
 
 @pytest.mark.slow
 def test_each_mode_costs_a_whole_step_and_log_probabilities_come_on_top(model, monkeypatch):
-    monkeypatch.setattr(ResidentStep, "_hidden", slowed(ResidentStep._hidden, MODEL_S))
+    monkeypatch.setattr(Worker, "decode", slowed(Worker.decode, MODEL_S))
     monkeypatch.setattr(LogprobRing, "begin", slowed(LogprobRing.begin, LOGPROBS_S))
     turns_us = measure_modes(model, "split_kv", 2, 20, turns=1, seconds=0.0)
     assert list(turns_us) == list(MODES)
