@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table
-from rosellm.lab.figures.palette import HATCHING, PALE, PALETTE, TEXT, ink_on
+from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
+from rosellm.lab.figures.palette import HATCHING, INK, PALE, PALETTE, PAPER, TEXT
 from rosellm.roseinfer.exhibits import load_exhibit
 
 _pool_log = load_exhibit("pool_log")
@@ -52,7 +52,9 @@ def pool_over_time(
     that no request holds; white is free. marks: key of ``MARKS`` → (step, request) of each event, drawn above
     the pool. In a long run only every k-th step is drawn, but every mark.
     """
-    same_length(cached=cached, lost=lost, **requests)
+    lengths = {name: len(column) for name, column in {"cached": cached, "lost": lost, **requests}.items()}
+    if len(set(lengths.values())) > 1:
+        raise ChartError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
     if not cached:
         raise ChartError("there is no step to draw")
     bands = {**requests, "prefix cache": cached, "nobody": lost}
@@ -142,3 +144,14 @@ def _band_label(
     if length / len(blocks) * 600 < 8 * len(name) or blocks[middle] / n_blocks * POOL_HEIGHT < 13:
         return []
     return [(middle, below[middle] + blocks[middle] / 2, name)]
+
+
+def ink_on(colour: str) -> str:
+    return PAPER if luminance(colour) < 0.2 else INK
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of ``#rrggbb`` (WCAG 2)."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rosellm.lab.figures.charts import Chart, finish, same_length, text_table
+from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, GRID, ORANGE, PALE
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import number, percent_change
@@ -22,7 +22,6 @@ def before_after(
     title: str,
 ) -> Chart:
     """Draw two horizontal bars per label, each pair on its own scale, with the change next to the second."""
-    same_length(labels=labels, before=before, after=after, units=units)
     scales = [max(pair) or 1 for pair in zip(before, after, strict=True)]
     texts = [
         [_with_unit(b, u) for b, u in zip(before, units, strict=True)],

@@ -189,9 +189,3 @@ def short(value: float | None) -> str:
         if value is not None and abs(value) >= size * 0.9995:
             return number(float(value / size)) + suffix
     return number(value)
-
-
-def same_length(**columns: Sequence[Any]) -> None:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ChartError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table
+from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
 from rosellm.lab.figures.palette import PALETTE, SYMBOLS, TEXT
 from rosellm.lab.records.records import number
 
@@ -26,7 +26,6 @@ def step_lines(
     dashed: dict[str, Sequence[float]] = {
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
-    same_length(x=x, **series, **dashed)
     lines: dict[str, Sequence[float | None]] = {**series, **dashed}
     if log_y and any(value is not None and value <= 0 for values in lines.values() for value in values):
         raise ChartError("a log axis needs values above 0")

@@ -52,14 +52,3 @@ STYLES = PARTS | CAUSES
 
 def fill(colour: str, hatch: str) -> dict[str, Any]:
     return {"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour}
-
-
-def ink_on(colour: str) -> str:
-    return PAPER if luminance(colour) < 0.2 else INK
-
-
-def luminance(colour: str) -> float:
-    """Return the relative luminance of ``#rrggbb`` (WCAG 2)."""
-    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -184,20 +184,10 @@ def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together
     assert chart.table.splitlines()[-1].split() == ["new", "90.1"]
 
 
-@pytest.mark.parametrize(
-    "draw, told",
-    [
-        (
-            lambda: before_after(["x"], [1, 2], [1], ["ms"], NAMES, title="t"),
-            "lengths differ: labels 1, before 2",
-        ),
-        (lambda: step_lines([1, 2], {"a": [1]}, "x", "y", title="t"), "lengths differ: x 2, a 1"),
-        (
-            lambda: step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True),
-            "log axis needs values above 0",
-        ),
-    ],
-)
-def test_figures_that_do_not_fit_are_refused(draw, told):
-    with pytest.raises(ChartError, match=told):
-        draw()
+def test_figures_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="shorter|longer"):
+        before_after(["x"], [1, 2], [1], ["ms"], NAMES, title="t")
+    with pytest.raises(ValueError, match="shorter|longer"):
+        step_lines([1, 2], {"a": [1]}, "x", "y", title="t")
+    with pytest.raises(ChartError, match="log axis needs values above 0"):
+        step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True)
