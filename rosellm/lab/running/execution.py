@@ -1,8 +1,6 @@
-"""Execute notebooks by nbclient: several at a time, or on the machines of a Ray cluster."""
+"""Execute notebooks by papermill: several at a time, or on the machines of a Ray cluster."""
 
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
-import asyncio
-import atexit
 import os
 import sys
 import time
@@ -11,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -19,8 +17,9 @@ import nbformat
 import psutil
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from nbclient.client import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from papermill.engines import papermill_engines
+from papermill.exceptions import PapermillExecutionError
+from papermill.execute import raise_for_execution_errors
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
@@ -61,7 +60,7 @@ class Executed(NamedTuple):
 
 
 class Kernel(AsyncKernelManager):
-    """A kernel of this interpreter, whatever kernels are installed.
+    """A kernel of this interpreter, whatever kernels are installed, for the notebook of this thread.
 
     A TCP port is chosen before the kernel binds it, and might be taken by then. So on Linux the sockets are
     in the abstract namespace (unix(7)), under a random name.
@@ -70,9 +69,14 @@ class Kernel(AsyncKernelManager):
     def __init__(self, **options: Any) -> None:
         abstract = {"transport": "ipc", "ip": f"@rosellm-{uuid4().hex}"} if sys.platform == "linux" else {}
         super().__init__(**abstract, kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **options)
+        RUNNING[get_ident()] = self
+
+    def start_kernel(self, **options: Any) -> Any:
+        """Start it with ``ENVIRONMENT``."""
+        return super().start_kernel(env=os.environ | ENVIRONMENT, **options)
 
 
-RUNNING: set[NotebookClient] = set()  # in this process
+RUNNING: dict[int, Kernel] = {}  # by the thread that executes a notebook
 
 
 def execute(
@@ -80,35 +84,36 @@ def execute(
 ) -> Executed:
     """Execute a notebook in ``folder`` (default: its own); the file is only read.
 
-    After ``timeout`` seconds its kernel is killed.
+    After ``timeout`` seconds its kernel is killed. This is ``papermill.execute_notebook`` without its change
+    of the working directory, which threads share.
     """
     notebook, started, error = notebook.resolve(), time.monotonic(), ""
     folder = folder or notebook.parent
     content = load_notebook_node(str(notebook))
     if parameters:
         content = parameterize_notebook(content, parameters)
-    client = NotebookClient(
-        content,
-        kernel_name="python3",
-        kernel_manager_class=Kernel,
-        shutdown_kernel="immediate",
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    done = Event()
-    Thread(target=_kill_after, args=(timeout, client, done), daemon=True).start()
-    RUNNING.add(client)
+    done, thread = Event(), get_ident()
+    Thread(target=_kill_after, args=(timeout, thread, done), daemon=True).start()
     try:
-        asyncio.run(client.async_execute(env=os.environ | ENVIRONMENT))
-    except CellExecutionError as failure:
+        papermill_engines.execute_notebook_with_engine(
+            None,
+            content,
+            "python3",
+            progress_bar=False,
+            kernel_manager_class=Kernel,
+            shutdown_kernel="immediate",
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        raise_for_execution_errors(content, None)
+    except PapermillExecutionError as failure:
         told = failure.evalue.strip().partition("\n")[0]
-        error = f"cell {client.code_cells_executed}: {failure.ename}: {told}"
-    except Exception as failure:  # nbclient may raise anything
+        error = f"cell {failure.exec_count}: {failure.ename}: {told}"
+    except Exception as failure:  # papermill may raise anything
         error = in_one_line(failure)
     finally:
         done.set()
-        RUNNING.discard(client)
-        atexit.unregister(client._cleanup_kernel)  # noqa: SLF001 (it stays if the kernel dies as it starts)
+        RUNNING.pop(thread, None)
     seconds, status = time.monotonic() - started, "failed" if error else "ok"
     if error and seconds >= timeout:
         seconds, status, error = timeout, "timeout", f"not done after {timeout:g} s"
@@ -139,8 +144,8 @@ def run_here(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in pending):
-                for client in list(RUNNING):
-                    _kill(client)
+                for thread in list(RUNNING):
+                    _kill(thread)
                 time.sleep(0.1)
 
 
@@ -149,15 +154,15 @@ def _finished(future: Future) -> Finished:
     return Finished(error=in_one_line(error)) if error else Finished(value=future.result())
 
 
-def _kill_after(seconds: float, client: NotebookClient, done: Event) -> None:
+def _kill_after(seconds: float, thread: int, done: Event) -> None:
     while not done.wait(seconds):
         seconds = 0.1
-        _kill(client)
+        _kill(thread)
 
 
-def _kill(client: NotebookClient) -> None:
-    """Kill a client's kernel, if it has started, and all that this has started."""
-    process = getattr(getattr(client.km, "provisioner", None), "process", None)
+def _kill(thread: int) -> None:
+    """Kill the kernel of a thread's notebook, if it has started, and all that this has started."""
+    process = getattr(getattr(RUNNING.get(thread), "provisioner", None), "process", None)
     if process is not None and process.poll() is None:
         with suppress(psutil.NoSuchProcess):
             kernel = psutil.Process(process.pid)
