@@ -111,7 +111,10 @@ class Replicas(Owned):
         return sequence
 
     def scheduler(self, config: SchedulerConfig) -> ReplicaScheduler:
-        """Return a scheduler for requests that arrive over time. Raises as ``OnlineScheduler`` does."""
+        """Return a scheduler for requests that arrive over time.
+
+        Raises ``ClusterError`` if Ray has been shut down, and the errors that ``OnlineScheduler`` raises.
+        """
         self._runtime.check_running()
         batch_size_of(config, self._facts.max_batch_size)
         return ReplicaScheduler(self, config, STREAMING_SLICE_S, STREAMING_SLICE_S)

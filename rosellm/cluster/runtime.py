@@ -45,6 +45,7 @@ def import_ray() -> Any:
         raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}") from None
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook it asks for ipywidgets
     import ray
     import ray.util.scheduling_strategies
 

@@ -83,8 +83,8 @@ class ReplicaScheduler:
     def step(self) -> list[Sequence]:
         """Send requests and process one replica's answer; return the sequences that got tokens or ended.
 
-        Raises ``ClusterError`` if all replicas have died and none comes back, and the error of an engine that
-        raised.
+        The list is empty if no replica answers within ``patience_s``. Raises ``ClusterError`` if all replicas
+        have died and none comes back, or the error that a replica's engine raised.
         """
         if not self.requests:
             return []

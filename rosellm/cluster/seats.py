@@ -20,10 +20,11 @@ CALLS_AHEAD = 2  # one runs and the next is queued in the replica's process, so 
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """A replica's place: its actor (None once it stays dead) and its unanswered calls.
+    """A replica's place: its actor, and that actor's unanswered calls.
 
-    The first call of an actor loads it; ``facts`` is its answer, None until then. orders, cancelled: requests
-    to begin and to cancel in its next call. deaths: since ``Seats.begin``.
+    actor: None if the replica died too often to be replaced. facts: the answer to an actor's first call,
+    which loads it; None until then. orders, cancelled: requests to begin and to cancel in its next call.
+    deaths: how often the replica has died since ``Seats.begin``.
     """
 
     index: int
@@ -40,7 +41,7 @@ class Seat:
 
 
 class Death(NamedTuple):
-    """Why a replica died. is_error: its engine raised the error, so another engine might as well."""
+    """Why a replica died. is_error: its engine raised ``error``, so another engine could raise it, too."""
 
     error: BaseException
     is_error: bool

@@ -259,7 +259,10 @@ class RecordedPair:
         return chart.update_traces(hovertext=legend, hoverinfo="name+text")
 
     def verdicts(self, results: Results | None = None) -> dict[str, Verdict]:
-        """Return workload → the verdict that a machine's records support, by default the reference's."""
+        """Return the verdicts by workload, only for workloads with both rungs recorded in one session.
+
+        results: the machine's records; by default, those of the reference machine.
+        """
         measured = self._measured(results or self.results)
         return {one.workload: one for one in measured if one.same_session}
 

@@ -131,7 +131,7 @@ class MuseumRung(Rung):
         max_model_len: int,
         parts: Callable[[], dict[str, Any]],
     ) -> Step:
-        """Build the step. parts: builds the parts of the product's first resident step."""
+        """Build the rung's step. parts: called only for a resident step, to build its parts."""
         if self.name in STEPS:
             return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
         return getattr(resident, self.name)(model, kernels, parts())

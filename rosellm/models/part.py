@@ -58,12 +58,12 @@ class Part:
         return -(-whole.vocab_size // (self.size * ALIGNMENT)) * ALIGNMENT
 
     def words(self, whole: Arch) -> range:
-        """Return the range of words whose logits this part computes."""
+        """Return the range of token ids whose logits this part computes."""
         share = self.share(whole)
         return range(self.rank * share, min((self.rank + 1) * share, whole.vocab_size))
 
     def pieces(self, name: str, whole: Arch, n_rows: int) -> list[Piece]:
-        """Return the pieces of a parameter's ``n_rows`` rows, in order."""
+        """Divide a parameter's ``n_rows`` rows, in order, into pieces; each says what this part keeps."""
         projection = name.split(".")[-2]
         if projection == "qkv":
             d, n_kv = whole.head_dim, self._kv_heads(whole)

@@ -136,10 +136,10 @@ class Engine(Owned):
         return self.step.n_captured - self._n_warmed
 
     def warm_up(self, rows: int | None = None) -> None:
-        """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
+        """Compile the kernels and capture the CUDA graphs of all decode steps and prefills, in every mode.
 
-        rows: if given, only decode steps of that many sequences. Progress bars on stderr show compilations
-        and captures that take longer than a second.
+        rows: if given, warm up only decode steps of that many sequences. Progress bars on stderr show
+        compilations and captures that take longer than a second.
         """
         self.step.warm_up(rows, self._rehearsed_tokens)
         self._n_warmed = self.step.n_captured

@@ -83,12 +83,13 @@ def diagnose(
 ) -> Diagnosis:
     """Measure ceilings and decode steps, attribute the steps' time, and benchmark remedies.
 
-    subject: an ``LLM`` or ``Engine`` (a fresh engine of its recipe shares its weights), a causal language
-    model of transformers (its own ``generate`` is run), or ``Steps``, such as a ``Loop`` over your own code.
-    batch: sequences per step, and context: cached tokens per sequence, both with seeded random prompts;
-    ``Steps`` bring their own. Nothing is tried for a ``Loop``: compare it with a modified one
-    (``trials.try_in_turns``). ours: loads transformers' checkpoint into our model; by default from where
-    transformers loaded it. progress: called with each stage before it starts.
+    subject: an ``LLM`` or ``Engine`` (a new engine with the same recipe and weights is measured), a causal
+    language model of transformers (its ``generate`` is measured), or ``Steps``, such as a ``Loop`` over your
+    own code. No remedies are tried for a ``Loop``: compare it with a modified one, by
+    ``trials.try_in_turns``. batch: sequences per step. context: cached tokens per sequence. Prompts are
+    random, with a fixed seed. For ``Steps``, batch and context are ignored. ours: loads the checkpoint of a
+    transformers model into our model; by default, from where transformers loaded it. progress: called with
+    a description of each stage before it starts.
 
     If the machine is busy at the start, no remedy is tried. Raises ``SubjectError``, ``PromptError`` or
     ``LedgerError``.

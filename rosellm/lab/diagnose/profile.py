@@ -194,9 +194,9 @@ def share_of(events: list[Event], trace: Trace, step_us: float | None = None) ->
 
 
 def computed_flops(steps: Steps) -> float:
-    """Count the floating-point operations of one step's GEMMs, as called.
+    """Return the floating-point operations of one step that PyTorch's ``FlopCounterMode`` counts.
 
-    The difference between a run of three steps and a run of two.
+    They are the difference between a run of three steps and a run of two.
     """
     counted = []
     for n in (2, 3):

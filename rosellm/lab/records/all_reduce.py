@@ -138,7 +138,7 @@ class SumBench:
         return {"median": median(raw), "raw": raw}
 
     def _make(self, way: str, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
-        """Build the call as the layers of a sharded model make it."""
+        """Return the function to time for ``way``, built as in the layers of a sharded model."""
         add_norm, sums = self._kernels.add_norm, self._collectives
         if way == "one_shot":
             n_bytes = peer_bytes(rows, width, dtype.itemsize, self._plan.n_ranks)

@@ -98,7 +98,10 @@ def measure_length(
 
 
 def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
-    """Drop the libraries that reject such heads on this device, and print a line for each."""
+    """Return the calls that run on this device; print a line for each library that rejects these heads.
+
+    Raises ``OptionError`` if only our own call is left.
+    """
     found = {}
     for name, call in calls.items():
         try:

@@ -57,7 +57,7 @@ class Side:
         return answer
 
     def sample(self, seconds: float) -> dict[str, Any]:
-        """Return the figures of runs that take ``seconds`` together; at least one runs."""
+        """Run at least once, and until the runs take ``seconds`` in total; return their figures."""
         return self._ask(seconds)
 
     def close(self) -> None:

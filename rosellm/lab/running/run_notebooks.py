@@ -36,8 +36,8 @@ from rosellm.lab.running.sweep import NOTEBOOKS, Finished, Sweep, add_cluster_op
 def select(folder: Path, wanted: str = "") -> list[Path]:
     """Return the notebooks of ``folder`` that ``wanted`` selects by path, name, prefix or substring.
 
-    ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook,
-    or if it contains no name.
+    ``wanted`` is comma or space separated; "" means all. Raises NotebookError if the folder has no notebook,
+    if a name matches none, or if ``wanted`` has separators but no name.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not found:
@@ -110,10 +110,13 @@ def run(
 ) -> list[Outcome]:
     """Execute the notebooks, ``workers`` at a time, and publish each in ``output`` when it has finished.
 
-    timeout: seconds per notebook. cluster: the address of a Ray cluster, whose machines execute them, with a
-    GPU each if there is any and ``device`` is not "cpu"; results in ``output`` that are still current are
-    kept. Returns the outcomes of the notebooks that have finished when all have, or at an ``interruption``.
-    Raises NotebookError for an unknown parameter, before anything runs.
+    timeout: seconds per notebook. cluster: the address of a Ray cluster that executes them, whatever
+    ``workers`` is; each notebook gets a GPU if the cluster has any and the parameter ``device`` is not "cpu".
+    With a cluster, notebooks whose results in ``output`` are still current are not executed again.
+
+    Returns when all notebooks have finished, or at an ``interruption``: the outcomes of those that have, by
+    name. Raises NotebookError before anything runs, if a notebook lacks a parameter or has it with another
+    type, or if ``output`` cannot be a folder.
     """
     parameters, interruption = parameters or {}, interruption or Interruption()
     check_parameters(notebooks, parameters)

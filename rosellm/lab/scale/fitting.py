@@ -30,8 +30,9 @@ KINDS = ("decode step", "prefill", "whole run")
 class Run:
     """A recorded run of one model on one device: its requests and what they took.
 
-    rows: of a mean decode step; 0 if there was none. measured_us: µs of a mean decode step, of all prefills,
-    and of the whole run, as in ``KINDS``.
+    most: the engine's ``max_batch_size``. rows: the mean rows of decode steps, rounded; 0 if there was no
+    decode step. measured_us: µs of the mean decode step, of all prefills together, and of the whole run, in
+    the order of ``KINDS``.
     """
 
     model: str

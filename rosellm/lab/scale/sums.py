@@ -33,11 +33,12 @@ class Sums:
         return end + max(0.0, end - at) / (last - before) * (n_bytes - last)
 
     def among(self, ranks: int) -> Sums:
-        """Plan for ``ranks`` ranks: at each size the faster of two algorithms, not measured.
+        """Estimate the cost among ``ranks`` ranks: at each size, that of the faster of two algorithms.
 
-        Both derive from the two measured ranks. If every rank reads the others' data, the latency stays and
-        bytes grow with the number of others; in a ring the latency grows with it, and bytes by their share
-        ``2 (n - 1) / n`` (Patarasuk & Yuan 2009).
+        Both are extrapolated from the measured ranks; the latency is the time of the smallest size. If each
+        of n ranks reads the data of all others, the latency stays the same, and the rest of the time grows
+        with ``n - 1``. In a ring, the latency grows with ``n - 1``, and the rest with ``2 (n - 1) / n``
+        (Patarasuk & Yuan 2009).
         """
         latency, others = self.us[0], (ranks - 1) / (self.ranks - 1)
         share = others * self.ranks / ranks

@@ -12,7 +12,7 @@ STEPS_ENSURED = 16
 
 
 class BlockBudget:
-    """Free, reserved and needed blocks of the KV cache; a block is of all layers.
+    """Tracks free, reserved and needed blocks of the KV cache; one block spans all layers.
 
     run_ahead: the most unfinished steps in flight, each with one token per sequence. ``reserved``: blocks
     held once every admitted sequence has grown to its full length; may exceed the total.

@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The columns of a device state that a draw reads, ``[M]`` each, and the elements between rows."""
+    """The columns of a device state that a draw reads, ``[M]`` each, and their row strides in elements."""
 
     temperature: Tensor
     top_k: Tensor

@@ -13,9 +13,10 @@ ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_ke
 
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-    """Reference: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
+    """Reference: the sum of token and position embeddings; ids and positions ``[N]`` → ``[N, C]``.
 
-    Negative positions, of inert rows, read place 0. Without places, positions are not read.
+    tokens ``[V, C]`` and places ``[P, C]``: the embedding tables. Negative positions, of inert rows, read
+    place 0. Without places, positions are ignored.
     """
     return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
 
@@ -31,9 +32,9 @@ def add_norm_ref(
 ) -> Tensor:
     """Reference, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then return the norm of x.
 
-    x ``[M, C]``; delta ``[P, M, C]``: partial sums, or None to leave x unchanged; bias, scale and shift
-    ``[C]`` → ``[M, C]`` in x's dtype. LayerNorm, or RMSNorm (Zhang & Sennrich 2019) if shift is None, of x as
-    stored in its dtype.
+    x ``[M, C]``. delta ``[P, M, C]``: partial sums; if None, x stays unchanged and bias is ignored. bias,
+    scale and shift: ``[C]``. The norm, ``[M, C]`` in x's dtype, is LayerNorm, or RMSNorm (Zhang & Sennrich
+    2019) if shift is None; its input is the updated x, rounded to its dtype.
     """
     if delta is not None:
         added = delta.float().sum(dim=0)

@@ -85,7 +85,10 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def gathered(m_i, l_i, acc, tiling: tl.constexpr):
-    """Reduce the softmax state with DOT or LANES to ``[M]``, ``[M]``, ``[M, D]``."""
+    """Reduce the softmax state to maxima ``[M]``, sums of weights ``[M]`` and weighted sums ``[M, D]``.
+
+    For tilings with DOT or LANES, whose states (see :func:`no_keys`) are larger.
+    """
     if tiling.DOT is not None:
         l_i = tl.sum(l_i, axis=1)
     else:

@@ -105,7 +105,7 @@ def are_seen(start, first, stop, tiling: tl.constexpr):
 
 @triton.jit
 def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr):
-    """Return a tile's block, or that of each token ``[TILE]`` if it crosses blocks; 0 from ``stop`` on."""
+    """Return a tile's block, or each token's ``[TILE]`` if tiles may cross blocks; 0 from ``stop`` on."""
     token = start
     if shape.BLOCK_SIZE % tiling.TILE != 0:
         token = start + tl.arange(0, tiling.TILE)

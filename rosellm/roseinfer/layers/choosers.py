@@ -75,8 +75,8 @@ class FusedChooser(Chooser):
     """Keeps only the best token in the head's GEMM, plus the logits of rows with top-k, top-p or min-p.
 
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
-    request them, are fp32 sums like those that tokens are chosen by, and include the head's padding rows:
-    with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
+    request them, are fp32 sums like those that tokens are chosen by. Their GEMM also computes the head's
+    padding rows, which are cut off: with GPT-2's odd vocabulary size it could not use aligned stores.
     """
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:

@@ -248,7 +248,7 @@ class OnlineScheduler:
         return self.engine.begin_decode(sequences) if sequences else 0
 
     def _schedule_prefill(self) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences to prefill, a cut prompt first, and the number of tokens of each."""
+        """Return the sequences to prefill, a partly prefilled one first, and the number of tokens of each."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return [], []

@@ -141,7 +141,7 @@ class Planner:
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def free(self, row: Row) -> None:
-        """Free the row of a sequence that has ended on the host and on the device."""
+        """Free a row on the host only; its sequence has ended on the device, too (else :meth:`release`)."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]

@@ -101,7 +101,7 @@ class PromptLayout:
     row_words: int
 
     def shape(self, tokens: int, places: int) -> Shape:
-        """Return the shape for the most tiles that ``tokens`` can have: each may be of another sequence."""
+        """Return a run's shape with the most tiles its tokens can need, however many prompts they span."""
         tiles = _most_tiles(tokens, self.most_places)
         return Shape(tokens, max(tiles, self.room), places, self.row_words)
 
