@@ -15,10 +15,9 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.choosers import MODES, Chooser, LogitsChooser, fp32_product, mode_of
+from rosellm.roseinfer.layers.choosers import Chooser, LogitsChooser, fp32_product
 from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.ranks.group import Ranks
-from rosellm.roseinfer.sampling import SamplingParams
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -40,21 +39,13 @@ class GatheredLogits:
 class CutChooser(LogitsChooser):
     """Chooses from each rank's best token by one small gather; filtered or penalised rows need all logits."""
 
-    modes = MODES
-
     def __init__(
         self, model: Transformer, kernels: Kernels, counts: Tensor, own: Logits, ranks: Ranks
     ) -> None:
         super().__init__(GatheredLogits(own, model, ranks), kernels, counts)
         self._best, self._own, self._ranks = kernels.best_tokens, own, ranks
-        self._weight, self._words, self._vocabulary = (
-            model.lm_head.weight,
-            model.words,
-            model.config.vocab_size,
-        )
-
-    def mode(self, params: list[SamplingParams]) -> str:
-        return mode_of(params)
+        self._weight, self._words = model.lm_head.weight, model.words
+        self._vocabulary = model.config.vocab_size
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         """See ``choosers.Chooser``."""

@@ -29,7 +29,34 @@ def profile_range(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
 
 
-class Step(Protocol):
+class Warmable(Protocol):
+    """An object that can be warmed up: a step, or the part of it that has graphs."""
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """Return a call for each graph that is not captured yet; the call captures it.
+
+        rows: if given, only graphs of decode steps of that many sequences.
+        """
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """Return calls that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """Return calls that run every kernel of a prefill of ``n_tokens`` uncaptured, with inert inputs.
+
+        They compile the kernels and take as much memory as a prefill does. Empty if the step has no such
+        runs.
+        """
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """Return the calls of :meth:`captures` that take the most memory, in every mode."""
+
+    @property
+    def n_captured(self) -> int:
+        """The number of CUDA graphs captured so far."""
+
+
+class Step(Warmable, Protocol):
     """Runs the prefills and decode steps that an engine asks for; their tokens may arrive later.
 
     The caller has made room in the cache; the step reserves the blocks it writes to. ``run_ahead``: how many
@@ -60,47 +87,11 @@ class Step(Protocol):
     def release(self, sequence: Sequence) -> None:
         """Give the sequence no further token: it has ended or is abandoned, and its blocks will be freed."""
 
-    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return a call for each graph that is not captured yet; the call captures it.
-
-        rows: if given, only graphs of decode steps of that many sequences.
-        """
-
-    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return calls that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
-
-    def largest_captures(self) -> list[Callable[[], object]]:
-        """Return the calls of :meth:`captures` that take the most memory, in every mode."""
-
-    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return calls that run every kernel of a prefill of ``n_tokens`` uncaptured, with inert inputs.
-
-        They compile the kernels and take as much memory as a prefill does. Empty if the step has no such
-        runs.
-        """
-
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
         """See :func:`warm_up`."""
 
-    @property
-    def n_captured(self) -> int:
-        """The number of CUDA graphs captured so far."""
-
     def last_logits(self) -> Tensor:
         """Return logits ``[B, V]`` of the latest step begun, one row per sequence that gets a token."""
-
-
-class Warmable(Protocol):
-    """An object that can be warmed up: a step, or the part of it that has graphs."""
-
-    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`."""
-
-    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`."""
-
-    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See :class:`Step`."""
 
 
 @torch.inference_mode()
