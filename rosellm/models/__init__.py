@@ -1,1 +1,1 @@
-"""The model: shape, weights, tokenizer; independent of the engine."""
+"""Models: their architectures, weights and tokenizers, independent of the engine."""

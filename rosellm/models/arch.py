@@ -17,7 +17,7 @@ DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang & Sennrich 2019), which has neither mean nor shift."""
+    """The norm of a model: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), and its epsilon."""
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = 1e-5
@@ -28,15 +28,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Arch:
-    """The sizes and parts of a model; the defaults are those of GPT-2.
+    """The architecture of a model: its sizes, and the variant of each part; the defaults are those of GPT-2.
 
-    ``n_kv_heads``: key/value heads, a divisor of ``n_heads`` (grouped-query attention, Ainslie et al. 2023);
-    None is ``n_heads``. ``head_dim``: None is ``d_model / n_heads``. ``d_ff``: None is ``4 * d_model``.
-    ``rope``: None means learned position embeddings. ``mlp``: "gelu" (tanh form) or "swiglu" (Shazeer 2020).
-    ``biases``: the projections that have a bias. ``qk_norm``: each head of q and k has an RMSNorm. ``scale``:
-    the factor on attention scores; None is ``head_dim ** -0.5``. ``window``: the number of tokens, including
-    itself, that a token attends to; None is no limit. ``dtype``: the name of the checkpoint's dtype, or None
-    if its config has none. Raises ``CheckpointError`` for sizes that do not fit together.
+    n_kv_heads: the number of key/value heads, a divisor of ``n_heads`` (grouped-query attention, Ainslie et
+    al. 2023); None means ``n_heads``. head_dim: None means ``d_model / n_heads``. d_ff: the MLP's width; None
+    means ``4 * d_model``. rope: None means learned position embeddings. mlp: "gelu" (tanh form) or "swiglu"
+    (Shazeer 2020). biases: the projections that have a bias. qk_norm: whether each head of q and k has an
+    RMSNorm. scale: the factor on attention scores; None means ``head_dim ** -0.5``. window: the number of
+    tokens, including itself, that a token attends to; None means no limit. dtype: the name of the
+    checkpoint's dtype, or None if its config has none. Raises ``CheckpointError`` for inconsistent sizes.
     """
 
     vocab_size: int
@@ -110,12 +110,12 @@ class Arch:
 
     @property
     def up_width(self) -> int:
-        """The number of rows of the first projection of the MLP, in which gate and up are joined."""
+        """The number of rows of the MLP's first projection, which joins gate and up for SwiGLU."""
         return self.d_ff * (2 if self.mlp == "swiglu" else 1)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The shape ``(N, K)`` of each projection, by name."""
+        """The weight shape ``(outputs, inputs)`` of each projection, by name."""
         return {
             "qkv": (self.qkv_width, self.d_model),
             "out": (self.d_model, self.attention_width),
@@ -133,17 +133,17 @@ class Arch:
 
     @property
     def n_parameters(self) -> int:
-        """The number of parameters; a tied embedding counts once."""
+        """The number of parameters in the model; a tied embedding counts once."""
         tables = 0 if self.tie_embeddings else self.vocab_size
         tables += self.n_positions if self.rope is None else 0
         return self.n_step_parameters + tables * self.d_model
 
     @property
     def n_step_parameters(self) -> int:
-        """The number of parameters that every decode step reads: layers, last norm and head."""
+        """The number of parameters that every decode step reads: those of the layers, last norm and head."""
         last_norm = 2 if self.norm.kind == "layer" else 1
         return self.n_layers * self.n_layer_parameters + (self.vocab_size + last_norm) * self.d_model
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """The bytes of KV cache that one token takes in all layers together."""
+        """Return the number of bytes that one token takes in the KV cache, over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element

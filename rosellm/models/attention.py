@@ -1,8 +1,8 @@
-"""The interface of attention for the model: a callable that gets q, k and v of one layer.
+"""The interface between the model and attention: a callable that takes q, k and v of one layer.
 
 N is the number of tokens in the step. In decode, each sequence has one token; in prefill and training, all
-tokens of all sequences are packed back to back. H: query heads. H_kv: key/value heads (H is a multiple of
-H_kv). D: head size.
+tokens of all sequences are packed back to back. H: number of query heads, a multiple of H_kv. H_kv: number
+of key/value heads. D: head size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Attend(Protocol):
-    """Computes attention of one layer for the N tokens of a step."""
+    """A callable that computes attention in one layer for the N tokens of a step."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` to outputs ``[N, H, D]``."""
@@ -27,7 +27,8 @@ def masked_attention(
     """Compute scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
     q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]`` → ``[B, H, T, D]``. mask: boolean, broadcastable to
-    ``[B, H, T, S]``, true where a query attends to a key. scale: the factor on the scores; None is 1 / √D.
+    ``[B, H, T, S]``, true where a query attends to a key. is_causal: no query attends to later keys; ``mask``
+    must then be None. scale: the factor on the scores; None means 1 / √D.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -35,17 +36,21 @@ def masked_attention(
 
 
 def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Return where a token at position ``query`` attends to one at ``key``: not later, and in the window."""
+    """Return the boolean mask that is true where a token at ``query`` attends to one at ``key``.
+
+    query, key: positions, broadcast against each other. A token attends to itself and to the ``window - 1``
+    tokens before it, or to all tokens before it if ``window`` is None.
+    """
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
 class CausalAttention:
-    """Lets each token attend to itself and to earlier tokens of its sequence, without a cache.
+    """Attention without a cache: each token attends to itself and to earlier tokens of its sequence.
 
     lengths: the number of tokens of each packed sequence; they add up to N. Sequences of different lengths
-    are padded on the right, where the causal mask hides the padding; equal lengths need no copy. scale and
-    window: see ``Arch``.
+    are padded on the right, where the causal mask hides the padding; equal lengths need no copy. scale,
+    window: the fields of ``Arch``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rendering of conversations as the text that a chat model was trained on."""
+"""Rendering of conversations in the text format that a chat model was trained on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Message = dict[str, Any]
 def render_chat(folder: Path | None, messages: list[Message], add_generation_prompt: bool = True) -> str:
     """Render ``messages`` with the chat template of the checkpoint in ``folder``.
 
-    messages: dictionaries such as ``{"role": "user", "content": "..."}``, in order. The text includes special
-    tokens, so encode it with ``special=False``. add_generation_prompt: end the text where the answer of the
-    model begins. Raises ``CheckpointError`` if there is no template (a dummy has no folder) or it cannot be
-    read, and ``PromptError`` if the messages are malformed or the template refuses them.
+    folder: None for a dummy tokenizer, which has no template. messages: dictionaries such as ``{"role":
+    "user", "content": "..."}``, in order. add_generation_prompt: append the header of the model's
+    answer. The text includes special tokens, so encode it with ``special=False``. Raises ``CheckpointError``
+    without a valid template, ``PromptError`` if the messages are malformed or the template fails on them.
     """
     _check_messages(messages)
     if folder is None:
@@ -29,7 +29,7 @@ def render_chat(folder: Path | None, messages: list[Message], add_generation_pro
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # a template is a program: it may fail in any way
-        from jinja2 import TemplateSyntaxError  # here: of chats only
+        from jinja2 import TemplateSyntaxError  # imported here: only chats need it
 
         if isinstance(error, TemplateSyntaxError):
             failure = f"the chat template in {folder} has a syntax error"
@@ -49,7 +49,7 @@ def _check_messages(messages: object) -> None:
 
 @lru_cache(maxsize=1)
 def _templated(folder: Path) -> Any:
-    """Load the tokenizer by ``transformers``, which finds the template wherever the checkpoint keeps it."""
+    """Load the tokenizer with ``transformers``, which finds the template in whichever file has it."""
     try:
         tokenizer = from_transformers(folder)
     except BaseException as error:

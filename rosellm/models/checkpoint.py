@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint and reads its ``config.json``."""
+"""Functions that find a checkpoint's folder and read its ``config.json``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rosellm.models.families.family import eos_ids
 from rosellm.models.families.table import read_arch
 
 SHIPPED = "rose-tiny"
-SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
+SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders in ``rosellm/assets``
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
-OTHER_COPIES = ["*/*", "consolidated*"]  # of the weights, in other forms
-MOST_CHARACTERS = 300  # of the hub client's message
+OTHER_COPIES = ["*/*", "consolidated*"]  # copies of the weights in other formats
+MOST_CHARACTERS = 300  # of the hub client's message that an error quotes
 
 
 def checkpoint_folder(model: str) -> Path:
-    """Return the folder of ``model``: a shipped name, a folder, or a hub id, downloaded if not cached."""
+    """Return the folder of ``model``: a shipped name, a folder, or a hub id, downloaded if needed."""
     if model in SHIPPED_MODELS:
         return Path(str(files("rosellm") / "assets" / model))
     if os.path.isdir(model):
@@ -36,11 +36,11 @@ def checkpoint_folder(model: str) -> Path:
         raise CheckpointError(
             f"model {describe(model)} is neither a local folder nor available from the hub; {WAYS_OUT} "
             f"({shorten(describe(error), MOST_CHARACTERS)})"
-        ) from None  # a hundred lines of its client's, which say no more
+        ) from None  # the client's traceback of a hundred lines says no more
 
 
 def load_config(folder: Path) -> Arch:
-    """Read a model's shape from ``config.json``; ``generation_config.json`` may add end-of-sequence ids."""
+    """Return the ``Arch`` of a folder; ``generation_config.json`` may override its end-of-sequence ids."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json")
     arch = read_arch(_read_object(folder / "config.json"))
@@ -50,7 +50,7 @@ def load_config(folder: Path) -> Arch:
 
 
 def _read_object(path: Path) -> dict:
-    """Read a JSON object from a file. Raises ``CheckpointError``."""
+    """Return the JSON object in a file; raise ``CheckpointError`` if it cannot be read."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

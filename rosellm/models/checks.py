@@ -8,7 +8,7 @@ from rosellm.errors import CheckpointError, describe
 
 
 def check(is_good: bool, name: str, value: object, needed: str) -> None:
-    """Raise ``CheckpointError`` for the field ``name`` if its ``value`` is not what is ``needed``."""
+    """Raise ``CheckpointError``, with the field's name, its value and what is needed, unless ``is_good``."""
     if not is_good:
         raise CheckpointError(f"{name} is {describe(value)}; {needed} is needed")
 

@@ -1,4 +1,4 @@
-"""Resolves device and dtype, and loads a model with its tokenizer."""
+"""Loading of a model and its tokenizer, on a device and in a dtype given by name."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_token
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FLOATS = {"F64": None, "F32": None, "F16": "float16", "BF16": "bfloat16"}  # in safetensors' words
+FLOATS = {"F64": None, "F32": None, "F16": "float16", "BF16": "bfloat16"}  # None: not 16-bit
 LOAD_FORMATS = ("auto", "dummy")
 
 AnyTokenizer = Tokenizer | DummyTokenizer
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``auto``, ``cuda`` or ``cpu`` into an available device. Raises ``DeviceError``."""
+    """Return the device for ``auto``, ``cuda`` or ``cpu``; raise ``DeviceError`` if it is not available."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
@@ -38,7 +38,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
-    """Return the dtype of a given name.
+    """Return the dtype with the given name.
 
     ``auto`` is the checkpoint's dtype on a GPU (float16 if ``arch`` has none) and float32 on a CPU, where
     16-bit GEMMs are slow. Raises ``DeviceError`` for an unknown name.
@@ -47,17 +47,17 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
         if device.type != "cuda":
             return torch.float32
         own = arch.dtype if arch is not None else None
-        return DTYPES.get(own or "float16", torch.float32)  # of float64 too
+        return DTYPES.get(own or "float16", torch.float32)  # float64 becomes float32
     if not isinstance(name, str) or name not in DTYPES:
         raise DeviceError(f"dtype {describe(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
 
 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
-    """Return the shape of the model that :func:`load_parts` would load.
+    """Return the ``Arch`` of the model that :func:`load_parts` would load.
 
-    Its dtype is that of the config, or of the weight files if the config has none. Raises
-    ``CheckpointError``.
+    Its dtype is that of the config, or that of the weight files if the config has none. Raises
+    ``CheckpointError`` if there is no such model or its config is not supported.
     """
     if load_format == "dummy":
         return dummy_shape(model)
@@ -69,7 +69,7 @@ def arch_of(model: str, load_format: str = "auto") -> Arch:
 def stored_dtype(shards: list[Path]) -> str | None:
     """Return the name of the dtype that most values in the files have, or None if it is not a 16-bit dtype.
 
-    Reads headers only. A few tensors may have another dtype: a float16 checkpoint may keep norms in float32.
+    Only headers are read. A few tensors may have another dtype: a float16 checkpoint may keep norms in fp32.
     """
     n_values: Counter[str] = Counter()
     for file in map(opened, shards):
@@ -84,13 +84,14 @@ def load_parts(
 ) -> tuple[Transformer, AnyTokenizer]:
     """Load a checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
-    dtype: see :func:`resolve_dtype`. load_format: "auto" reads the files; "dummy" makes seeded random weights
-    of the same shape, and a tokenizer that needs no download. part: load only the weights of one rank. Raises
-    ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut into such parts.
+    dtype: a name that :func:`resolve_dtype` takes. load_format: "auto" reads the files; "dummy" makes seeded
+    random weights in the same shapes, and a tokenizer that needs no download. part: the rank whose weights
+    are loaded. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be sharded
+    over the ranks of ``part``.
     """
     _check_source(model, load_format)
     where = resolve_device(device)
-    resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
+    resolve_dtype(dtype, where)  # refuses an unknown name before anything is downloaded
     if load_format != "dummy":
         model = str(checkpoint_folder(model))
     arch = arch_of(model, load_format)
@@ -101,7 +102,7 @@ def load_parts(
 
 
 def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
-    """Load only the tokenizer; see :func:`load_parts`. Raises ``CheckpointError``."""
+    """Load only the tokenizer that :func:`load_parts` would load; raise ``CheckpointError`` if that fails."""
     _check_source(model, load_format)
     if load_format == "dummy":
         return load_dummy_tokenizer(dummy_shape(model))

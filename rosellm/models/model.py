@@ -1,8 +1,9 @@
 """Pre-norm decoder-only transformers of every family, in plain torch: the specification of the kernels.
 
-The input is a flat list of tokens. Batches, caches and masks are the business of attention, which is passed
-in (``attention.Attend``); every other operation works on each token alone. N: tokens. C: model width. F: MLP
-width. V: vocabulary size. Weights are ``[outputs, inputs]``; q, k and v are joined, and so are gate and up.
+The input is a flat list of tokens. Batches, caches and masks are handled by attention, a callable that is
+passed in (``attention.Attend``); every other operation works on each token alone. N: number of tokens. C:
+model width. F: MLP width. V: vocabulary size. Weights are ``[outputs, inputs]``; one weight joins q, k and v,
+another one gate and up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _norm(arch: Arch, width: int) -> nn.LayerNorm | nn.RMSNorm:
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and MLP, each behind a norm and a residual."""
+    """One transformer layer: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: Arch, layer: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Block(nn.Module):
         return x + self.down(activated(self.up(self.norm_2(x)), self.config))  # [N, C]
 
     def position(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise each head of q and k, if the model does, then apply the rotary embedding."""
+        """Normalise each head of q and k if the model has such norms, then rotate by ``cos_sin [N, D]``."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos_sin), rotate(k, cos_sin)
@@ -70,7 +71,7 @@ def split_heads(qkv: Tensor, config: Arch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def activated(up: Tensor, config: Arch) -> Tensor:
-    """Apply GELU (tanh form) to ``[N, F]``, or SwiGLU, ``silu(gate) * up``, to ``[N, 2 F]`` → ``[N, F]``."""
+    """Apply GELU (tanh form) to ``[N, F]`` or SwiGLU to ``[N, 2 F]``, gate first; return ``[N, F]``."""
     if config.mlp == "gelu":
         return F.gelu(up, approximate="tanh")
     gate, up = up.chunk(2, dim=-1)
@@ -78,16 +79,16 @@ def activated(up: Tensor, config: Arch) -> Tensor:
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:
-    """Make an uninitialised embedding; to initialise it, PyTorch would import its compiler, for a second."""
+    """Return an uninitialised embedding; to initialise it, PyTorch imports its compiler (one second)."""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
 class Transformer(nn.Module):
-    """Maps ids and positions ``[N]`` to hidden states ``[N, C]``, which :meth:`logits` maps to ``[N, V]``.
+    """A model, or a rank's part of it, that maps token ids and positions ``[N]`` to hidden states ``[N, C]``.
 
-    cos_sin: cosines and sines of every position, ``[P, D]`` fp32; None with learned positions. ``config``:
-    the shape of this part, if the model is one rank's part; ``whole``: the shape of the whole model. A part
-    computes the logits of its own words only.
+    :meth:`logits` maps these to ``[N, V]``; a part computes the logits of its own token ids, ``words``, only.
+    cos_sin: cosines and sines of every position, ``[P, D]`` fp32; None with learned positions. whole: the
+    ``Arch`` of the whole model; config: the ``Arch`` of this part.
     """
 
     cos_sin: Tensor | None
@@ -123,7 +124,7 @@ class Transformer(nn.Module):
     def allocate(
         cls, whole: Arch, device: torch.device, dtype: torch.dtype, part: Part = WHOLE
     ) -> Transformer:
-        """Make an uninitialised model for inference; embedding and head end in padding rows of zeros."""
+        """Return an uninitialised model for inference; embedding and head end in padding rows of zeros."""
         with torch.device("meta"):
             model = cls(whole, part)
         vocabulary = (model.token_embedding, model.lm_head)
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
         return model.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """Move or cast the model; keeps the padding rows of embedding and head, and angles in fp32."""
+        """Move or cast the model, but keep padding rows after embedding and head, and ``cos_sin`` in fp32."""
         super()._apply(fn, recurse)
         for module in (self.token_embedding, self.lm_head):
             weight = module.weight.data
@@ -157,7 +158,7 @@ class Transformer(nn.Module):
         return self.layers(ids, positions, self.positioned(positions, attend))
 
     def layers(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layers with an ``attend`` that normalises and rotates q and k itself."""
+        """Return hidden states ``[N, C]``, given an ``attend`` that normalises and rotates q and k itself."""
         x = self.token_embedding(ids)  # [N, C]
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
@@ -190,13 +191,13 @@ class Transformer(nn.Module):
 
     @property
     def padded_head(self) -> Tensor:
-        """Return the weight of the head with the padding rows of :meth:`allocate`, a view ``[V', C]``."""
+        """The head's weight including the padding rows of :meth:`allocate`, a view ``[V', C]``."""
         rows, width = self.lm_head.weight.shape
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name, without a tied head."""
+        """All parameters by name, without the head if it is tied."""
         named = dict(self.named_parameters())
         if self.config.tie_embeddings:
             named.pop("lm_head.weight", None)
@@ -204,9 +205,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> Transformer:
-        """Initialise as GPT-2 does: normal, deviation ``std``; ``out`` and ``down`` scaled by 1/sqrt(2 L).
+        """Initialise as GPT-2 does: normal, deviation ``std``, or std / sqrt(2 L) for ``out`` and ``down``.
 
-        A part gets the values that it has in the whole model. At most one whole parameter is in memory.
+        Biases become 0, norm weights 1. A part gets the values that it would have in the whole model. At most
+        one unsharded parameter is in memory at a time.
         """
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.device("meta"):
@@ -233,7 +235,7 @@ def _aligned(rows: int) -> int:
 
 
 def _padded(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised rows; in memory, zero rows follow them up to a multiple of ``ALIGNMENT``."""
+    """Return an uninitialised tensor, followed in memory by zero rows up to a multiple of ``ALIGNMENT``."""
     rows, width = shape
     padded = torch.empty(_aligned(rows), width, device=device, dtype=dtype)
     padded[rows:].zero_()

@@ -15,7 +15,7 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.models.arch import Arch
 
-ALIGNMENT = 64  # of the vocabulary, in rows: the head's product needs aligned stores
+ALIGNMENT = 64  # rows of the vocabulary: the head's GEMM needs aligned stores
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Part:
             )
 
     def arch(self, whole: Arch) -> Arch:
-        """Return the shape of this part: its own heads and its share of the MLP."""
+        """Return the ``Arch`` of this part, with its own heads and its share of the MLP."""
         if self.size == 1:
             return whole
         n_kv_heads = max(1, whole.n_kv_heads // self.size)
@@ -52,7 +52,7 @@ class Part:
         )
 
     def share(self, whole: Arch) -> int:
-        """Return the words per rank, a multiple of ``ALIGNMENT`` if cut; the last rank may have fewer."""
+        """Return the number of token ids per rank; if cut, it is a multiple of ``ALIGNMENT``."""
         if self.size == 1:
             return whole.vocab_size
         return -(-whole.vocab_size // (self.size * ALIGNMENT)) * ALIGNMENT
@@ -63,7 +63,7 @@ class Part:
         return range(self.rank * share, min((self.rank + 1) * share, whole.vocab_size))
 
     def pieces(self, name: str, whole: Arch, n_rows: int) -> list[Piece]:
-        """Divide a parameter's ``n_rows`` rows, in order, into pieces; each says what this part keeps."""
+        """Split a parameter's ``n_rows`` rows into consecutive pieces, each with the range of this part."""
         projection = name.split(".")[-2]
         if projection == "qkv":
             d, n_kv = whole.head_dim, self._kv_heads(whole)
@@ -80,7 +80,7 @@ class Part:
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
     def cut(self, name: str, value: Tensor, pieces: list[Piece]) -> Tensor:
-        """Return this part of ``value``: a whole parameter, or its rows that belong to ``pieces``."""
+        """Return this part of ``value``, a parameter or the rows of one that ``pieces`` describe."""
         columns = self.columns(name, value.shape[-1])
         stacked = value.split([piece.n_rows for piece in pieces])
         kept = [rows[piece.kept.start : piece.kept.stop] for piece, rows in zip(pieces, stacked, strict=True)]
@@ -88,21 +88,21 @@ class Part:
         return rows if rows.dim() == 1 else rows[:, columns.start : columns.stop]
 
     def _kv_heads(self, whole: Arch) -> range:
-        """Return the key/value heads of this part; if there are more ranks than heads, ranks share heads."""
+        """Return the range of key/value heads of this part; if ranks outnumber heads, they share them."""
         first = self.rank * whole.n_kv_heads // self.size
         return range(first, first + max(1, whole.n_kv_heads // self.size))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that are cut in one way, such as the queries of a joined projection; kept: those of this part."""
+    """Consecutive rows that are cut together, such as all query rows of ``qkv``; kept: this part's range."""
 
     n_rows: int
     kept: range
 
     @classmethod
     def share_of(cls, n: int, part: Part) -> Piece:
-        """Return the piece of ``n`` rows of which each rank holds an equal share."""
+        """Return a piece of ``n`` rows that is divided equally among the ranks."""
         each = n // part.size
         return cls(n, range(part.rank * each, (part.rank + 1) * each))
 

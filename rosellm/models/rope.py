@@ -12,9 +12,9 @@ from torch import Tensor
 from rosellm.errors import CheckpointError, describe
 from rosellm.models.checks import check, is_number, is_whole
 
-LEAST, MOST = 1e-6, 10**12  # of any number that a scaling is made of
+LEAST, MOST = 1e-6, 10**12  # bounds of the numbers in a config
 OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-NUMBERS: dict[str, tuple[str, ...]] = {  # of each rope_type
+NUMBERS: dict[str, tuple[str, ...]] = {  # the numeric fields of each rope_type
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -24,10 +24,10 @@ NUMBERS: dict[str, tuple[str, ...]] = {  # of each rope_type
 
 @dataclass(frozen=True)
 class Rope:
-    """The parameters of a rotary embedding, with the names of a ``config.json``; None if absent.
+    """The parameters of a rotary embedding, named as in ``config.json``; None means absent.
 
     At position p, dimensions d and d + D/2 rotate by ``p * rope_theta ** (-2 d / D)`` radians, before
-    scaling. Scalings: "linear" (Chen et al. 2023), "llama3" (of Llama 3.1) and "yarn" (Peng et al. 2023).
+    scaling. Scalings: "linear" (Chen et al. 2023), "llama3" (Llama 3.1) and "yarn" (Peng et al. 2023).
     """
 
     rope_theta: float = 10_000.0
@@ -45,7 +45,7 @@ class Rope:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return the fields as ``rope_parameters`` of a ``config.json``."""
+        """The fields that are not None, as the ``rope_parameters`` of a ``config.json``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def table(self, n_positions: int, head_dim: int, device: torch.device) -> Tensor:
@@ -55,7 +55,7 @@ class Rope:
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
 
     def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
-        """Return radians per position ``[D / 2]``, fp32 as in training, and the factor on cos and sin."""
+        """Return radians per position ``[D / 2]``, in fp32 as in training, and the factor on cos and sin."""
         if self.rope_type == "default":
             return 1.0 / self.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: the import is slow
@@ -70,7 +70,7 @@ class Rope:
 
 
 class Rotary(NamedTuple):
-    """The inputs for positioning q and k: cos_sin ``[P, D]`` fp32, and weights ``[D]`` of norms, if any."""
+    """The inputs to normalise and rotate q and k: cos_sin ``[P, D]`` fp32, norm weights ``[D]`` or None."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
@@ -79,7 +79,7 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate x ``[N, H, D]`` by ``cos_sin [N, D]`` in fp32; return it in the dtype of x."""
+    """Rotate x ``[N, H, D]`` by ``cos_sin [N, D]`` in fp32; return the result in the dtype of x."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)  # [N, 1, D / 2]
     first, second = x.float().chunk(2, dim=-1)  # [N, H, D / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -88,7 +88,7 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 def read_rope(config: dict[str, Any]) -> Rope:
     """Read ``rope_parameters`` of a ``config.json``, or the older ``rope_theta`` and ``rope_scaling``.
 
-    Raises ``CheckpointError``.
+    Raises ``CheckpointError`` for a value that is invalid or not supported.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]

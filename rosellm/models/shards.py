@@ -14,7 +14,7 @@ MOST_NAMED = 3  # files that an error lists
 
 
 def opened(shard: Path) -> safe_open:
-    """Open a safetensors file. Raises ``CheckpointError``."""
+    """Open a safetensors file, or raise ``CheckpointError`` if it cannot be read."""
     try:
         return safe_open(shard, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -22,10 +22,10 @@ def opened(shard: Path) -> safe_open:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """Return the weight files in ``folder``: a single file, or those of an index. Raises ``CheckpointError``.
+    """Return the weight files in ``folder``: a single file, or those that an index lists.
 
     As in transformers, a single file takes precedence over an index, which an earlier checkpoint may have
-    left behind.
+    left behind. Raises ``CheckpointError`` if a file is missing.
     """
     is_indexed = (folder / INDEX).is_file() and not (folder / WHOLE).is_file()
     names = _indexed(folder / INDEX) if is_indexed else [WHOLE]

@@ -23,9 +23,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class TextStream(Protocol):
-    """Decodes one sequence incrementally: the returned pieces concatenate to its text.
+    """An incremental decoder of one sequence; the pieces that it returns concatenate to the text.
 
-    For invalid UTF-8, the text of a whole sequence may differ, since returned pieces are never revised.
+    For invalid UTF-8, this may differ from the text decoded at once, as returned pieces are never revised.
     """
 
     def push(self, token_id: int) -> str:
@@ -36,7 +36,7 @@ class TextStream(Protocol):
 
 
 class DecoderStream:
-    """A :class:`TextStream` for any tokenizer, by the decoder of the tokenizer itself."""
+    """A :class:`TextStream` for any tokenizer, which uses the tokenizer's own decoder."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
         self._raw, self._n_given = raw, 0
@@ -58,7 +58,7 @@ class DecoderStream:
 
 
 class Cache(dict):
-    """Caches the results of ``find`` by token id."""
+    """A dictionary from token id to the result of ``find``, computed on first access."""
 
     def __init__(self, find: Callable[[int], str | bytes]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Cache(dict):
 class ByteStream:
     """A :class:`TextStream` for byte-level vocabularies.
 
-    Most tokens cost one dict lookup: 0.09 µs measured, where the library's ``DecodeStream`` takes 0.55.
+    Most tokens cost one dict lookup: 0.09 µs as measured, against 0.55 µs for the library's ``DecodeStream``.
     """
 
     def __init__(self, pieces: Cache) -> None:
@@ -123,7 +123,7 @@ class Tokenizer:
             raise refusal(PromptError, f"text {reprlib.repr(text)} cannot be encoded", error) from error
 
     def encode_many(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-        """Encode several texts in parallel, duplicates once; see :meth:`encode`.
+        """Return the token ids of each text, like :meth:`encode`, encoding distinct texts in parallel.
 
         Raises ``PromptError`` for the first text that cannot be encoded.
         """
@@ -158,7 +158,7 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
 
-        Without the second file AutoTokenizer would split text like GPT-2, whatever the first one says.
+        Without the second file, AutoTokenizer would split text like GPT-2, whatever ``tokenizer.json`` says.
         """
         with replacing(folder / "tokenizer.json") as unfinished:
             self._raw.save(str(unfinished), pretty=False)
@@ -176,10 +176,10 @@ class Tokenizer:
 
 
 class DummyTokenizer(Tokenizer):
-    """Replaces the tokenizer of a model that has random weights and ``size`` tokens; needs no download.
+    """The tokenizer of a model with random weights and a vocabulary of ``size`` tokens; needs no download.
 
-    Encodes with the shipped tokenizer ``raw``, ids modulo ``size``, and decodes ids modulo its vocabulary, so
-    outputs are readable nonsense.
+    It encodes with the shipped tokenizer ``raw``, taking ids modulo ``size``, and decodes ids modulo the
+    vocabulary size of ``raw``, so outputs are readable nonsense.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, size: int, eos_token_id: int | None) -> None:
@@ -202,7 +202,7 @@ class DummyTokenizer(Tokenizer):
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """Return the byte of each character in byte-level tokens (Radford et al. 2019)."""
+    """Return the byte that each character of byte-level tokens stands for (Radford et al. 2019)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (b for b in range(256) if chr(b) not in alphabet)
     return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
@@ -226,15 +226,15 @@ def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
 
 
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
-    """Make the tokenizer that ``load_format="dummy"`` uses for a model of the given shape."""
+    """Return the tokenizer that ``load_format="dummy"`` uses for a model with this ``Arch``."""
     eos = config.eos_token_ids[0] if config.eos_token_ids else None
     return DummyTokenizer(_read(checkpoint_folder(SHIPPED)), config.vocab_size, eos)
 
 
 def from_transformers(folder: Path, **tokens: Any) -> Any:
-    """Load the tokenizer in a folder by ``transformers``, without running code from the folder.
+    """Load the tokenizer in a folder with ``transformers``, without running code from the folder.
 
-    tokens: special tokens by name, which replace those of the folder. Any exception may be raised.
+    tokens: special tokens by name, which replace those in the folder. May raise any exception.
     """
     from transformers import AutoTokenizer  # here: the import is slow
 
@@ -262,7 +262,8 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 def refusal(kind: type[RoseError], failure: str, error: BaseException) -> RoseError:
     """Return an error of class ``kind`` that describes a library's ``error`` in one line.
 
-    `tokenizers` raises bare Exceptions, and Rust panics that do not derive from Exception.
+    `tokenizers` raises bare Exceptions, and Rust panics, which do not derive from Exception. Other such
+    errors, for example ``KeyboardInterrupt``, are raised again.
     """
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error

@@ -1,7 +1,7 @@
 """Loading and saving of Hugging Face checkpoints (safetensors only).
 
-Tensors are copied one by one into the rows of the model's joined weights, so loading needs memory for the
-model and one tensor.
+Tensors are copied one by one into the rows of the model's joined weights, so loading takes the memory of the
+model and of one tensor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
 from rosellm.models.shards import opened, shards_of
 
-NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # of a layer
-TABLES = 3  # of angles, in memory while one is made
-PROGRESS_FROM = 128 << 20  # parameters of a model whose loading shows its progress
+NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # a layer's index in a parameter's name
+TABLES = 3  # copies of the angle table in memory while it is computed
+PROGRESS_FROM = 128 << 20  # parameters; larger models show a progress bar
 Holders = dict[str, tuple[safe_open, str]]
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
-    """Load the checkpoint ``model``, or one part of it, in ``dtype`` on ``device``.
+    """Load the checkpoint ``model``, or one rank's part of it, in ``dtype`` on ``device``.
 
     model: a shipped name, a folder or a hub id. Raises ``CheckpointError``.
     """
@@ -55,14 +55,14 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part 
 def dummy_model(
     model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
 ) -> Transformer:
-    """Make a model in the shape of ``model``, with seeded random weights on ``device`` and no download."""
+    """Make a model with the ``Arch`` of ``model`` and seeded random weights, without a download."""
     config = dummy_shape(model)
     _check_memory(part.arch(config), device, dtype)
     return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
-    """Return the shape of ``model``, a known name or a folder with a ``config.json``."""
+    """Return the ``Arch`` of ``model``, a known name or a folder; raise ``CheckpointError`` for any other."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
     if model in SHIPPED_MODELS or os.path.isdir(model):
@@ -87,8 +87,8 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 class Place:
     """A tensor of a checkpoint, and the rows of a parameter that it is copied to.
 
-    shape: of the tensor as stored, which may be transposed. cut: selects the part of the tensor that this
-    rank holds, after transposing it back.
+    shape: the shape of the stored tensor, which may be transposed. cut: returns this rank's part of a tensor
+    that is not transposed.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Place:
 
 
 def places(gpt: Transformer) -> Iterator[Place]:
-    """Yield the place of every tensor of the model; a tied head has none."""
+    """Yield a ``Place`` for every tensor in a checkpoint of ``gpt``; a tied head has none."""
     family = FAMILIES[gpt.config.family]
     with torch.device("meta"):
         shapes = Transformer(gpt.whole).own_parameters
@@ -121,7 +121,7 @@ def places(gpt: Transformer) -> Iterator[Place]:
 
 
 def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ``CheckpointError`` if weights or angles exceed the memory of the device."""
+    """Raise ``CheckpointError`` if weights and angle table together exceed the memory of the device."""
     angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
     wanted = config.n_parameters * dtype.itemsize + angles
     on_gpu = device.type == "cuda"
@@ -134,7 +134,7 @@ def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def _holders(shards: list[Path], prefix: str) -> Holders:
-    """Map each tensor name, without the prefix, to the first file that has it and its name there."""
+    """Map each tensor name, without ``prefix``, to the first file that has it and its name in that file."""
     holders: Holders = {}
     for file in map(opened, shards):
         names = file.keys()
@@ -153,9 +153,9 @@ def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
 
 
 def _is_tied(config: Arch, holders: Holders) -> bool:
-    """Return whether head and token embedding share one matrix, as transformers 5 decides it.
+    """Return whether the head is absent from the files or equals the token embedding, as in transformers 5.
 
-    If the files have only one of the two names, adds the other one as its alias.
+    If the files have only the head, its tensor is added to ``holders`` under the embedding's name, too.
     """
     family = FAMILIES[config.family]
     head, embedding = (

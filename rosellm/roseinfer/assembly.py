@@ -1,4 +1,4 @@
-"""From a rung to its KV cache and its step: the only place where variants are looked up by name."""
+"""Construction of a rung's KV cache and step; the only place where variants are looked up by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlocks:
-    """Build a KV cache of ``n_blocks`` blocks per layer."""
+    """Build the KV cache of ``rung``, with ``n_blocks`` blocks per layer."""
     c = model.config
     if isinstance(rung, MuseumRung):
         sizes = c.n_layers, n_blocks, c.n_kv_heads, block_size, c.head_dim
@@ -75,7 +75,7 @@ def _parts(
     n_rows: int,
     group: Group,
 ) -> dict[str, Any]:
-    """Return what a ``Worker`` is made of. width: blocks per sequence."""
+    """Return the arguments of ``Worker`` for a recipe. width: the most blocks of a sequence."""
     bind: Binder
     counts = torch.zeros(n_rows, model.config.vocab_size, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":

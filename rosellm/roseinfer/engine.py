@@ -1,4 +1,4 @@
-"""The engine: a model, its KV cache and the step of one recipe."""
+"""The engine: a model, its KV cache, and the step of one recipe."""
 
 from __future__ import annotations
 
@@ -40,24 +40,23 @@ LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
 
 class Engine(Owned):
-    """Runs sequences, one prefill or decode step at a time; the scheduler decides who runs when.
+    """A model with a KV cache, and the steps that prefill and decode sequences, which a scheduler chooses.
 
     A step is begun by :meth:`begin_prefill` or :meth:`begin_decode` and collected by ``engine.step.collect``,
-    since a step that runs on its own on the device delivers its tokens later. :meth:`prefill` and
-    :meth:`decode` do both. Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and
-    ``prefix_cache`` (or None).
+    since a step on the device may deliver its tokens later. :meth:`prefill` and :meth:`decode` do both.
+    Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and ``prefix_cache`` (or None).
 
-    recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size: the
-    most sequences that decode together. max_model_len: the most tokens of a request, prompt and output; None
-    is the model's own. num_kv_blocks: blocks per layer; None is enough for ``max_batch_size`` full-length
-    sequences, capped by memory. gpu_memory_utilization: the share of a GPU's memory for everything the engine
-    holds; its use outside the cache is measured by trial runs (:mod:`trial`) if it may limit the cache.
-    block_size: tokens per block, a power of two. kernels: see ``kernels.table.choose_kernels``.
-    deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
-    (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens. warm_up:
-    capture every CUDA graph that these options allow at construction, so that no request waits for one (see
-    :meth:`warm_up`); False captures each at its first use. No effect on a CPU. group: the ranks that run the
-    engine together, each with its part of the model (:mod:`tensor_parallel`).
+    recipe: the name of a rung of ``LADDER``, None for the device's best, or any ``Recipe``. max_batch_size:
+    the most sequences that decode together. max_model_len: the most tokens of a request, prompt and output;
+    None means the model's number of positions. num_kv_blocks: blocks per layer; None means enough for
+    ``max_batch_size`` full-length sequences, capped by memory. gpu_memory_utilization: the share of a GPU's
+    memory for everything the engine holds; its use outside the cache is measured by trial runs (:mod:`trial`)
+    if it may limit the cache. block_size: tokens per block, a power of two. kernels: "auto", "triton",
+    "torch" or a ``Kernels``. deterministic: a request's logits and tokens are bitwise the same
+    whatever other requests share its batch or the cache (``batch_invariant``); prompts are then cut only at
+    multiples of ``prefill_alignment`` tokens. warm_up: at construction, capture every CUDA graph that these
+    options allow, so that no request waits for one; False captures each at its first use. No effect on a CPU.
+    group: the ranks that run the engine together, each with its part of the model (:mod:`tensor_parallel`).
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Engine(Owned):
         load_format: str = "auto",
         **options: Any,
     ) -> Engine:
-        """Build an engine for a model loaded by :func:`loading.load_parts`; options: see the constructor."""
+        """Load a model with :func:`loading.load_parts`; build an engine with the constructor's options."""
         return cls(*load_parts(model, device, dtype, load_format), **options)
 
     @property
@@ -127,12 +126,12 @@ class Engine(Owned):
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks per layer."""
+        """The number of KV blocks per layer."""
         return self.blocks.max_blocks_per_layer
 
     @property
     def late_captures(self) -> int:
-        """CUDA graphs captured since the latest warm-up, while requests waited for them."""
+        """The number of CUDA graphs captured since the latest warm-up, while requests waited for them."""
         return self.step.n_captured - self._n_warmed
 
     def warm_up(self, rows: int | None = None) -> None:
@@ -148,10 +147,9 @@ class Engine(Owned):
         raise RoseError("an engine cannot be copied or pickled; make another one")
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """Make a validated request; with stop strings, its text is decoded along the way.
+        """Validate a request and return its sequence; with stop strings, its text is decoded as it runs.
 
-        Raises ``PromptError`` for a prompt, or ``SamplingError`` for stop strings, that this engine can never
-        run.
+        Raises ``PromptError`` or ``SamplingError`` for a request that this engine can never run.
         """
         self.limits.check(prompt, params)
         self.recipe.check_request(params)
@@ -163,14 +161,14 @@ class Engine(Owned):
         return sequence
 
     def encode(self, prompt: str | list[int], special: bool = True) -> list[int]:
-        """Return a prompt's token ids; token ids are returned unchanged. Raises ``PromptError``.
+        """Return a prompt's token ids, unchanged if they are given; raise ``PromptError`` for invalid text.
 
-        special: add the special tokens that the checkpoint's tokenizer begins texts with.
+        special: add the special tokens that the checkpoint's tokenizer adds to every text.
         """
         return self.encode_many([prompt], special)[0]
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
-        """Like :meth:`encode` for each prompt; texts are tokenized on all cores."""
+        """Return each prompt's token ids, like :meth:`encode`; texts are tokenized on all cores."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
@@ -178,7 +176,7 @@ class Engine(Owned):
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
-        """Begin caching at most ``counts[i]`` more tokens of each sequence (None: all the rest).
+        """Begin caching at most ``counts[i]`` more tokens of sequence i (None: all the rest).
 
         Returns the sequences that are then fully cached: they get their next token, and may decode. Tokens of
         a new sequence that the prefix cache holds are not recomputed.
@@ -198,7 +196,7 @@ class Engine(Owned):
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin one more token for every sequence; return the number of rows that the step runs.
+        """Begin a step that gives every sequence one more token; return the number of rows that it runs.
 
         A step that runs ahead omits sequences whose last token is already in flight; if that is all of them,
         nothing runs. A list passed repeatedly must not have been modified in between.
@@ -208,17 +206,17 @@ class Engine(Owned):
         return self.step.begin_decode(sequences)
 
     def prefill(self, sequences: list[Sequence]) -> None:
-        """Cache the rest of the sequences' tokens and commit their next ones; waits for all begun steps."""
+        """Cache the rest of the sequences' tokens and commit their next ones; wait for all begun steps."""
         self.begin_prefill(sequences)
         self._finish()
 
     def decode(self, sequences: list[Sequence]) -> None:
-        """Commit one more token to every sequence; waits for all begun steps."""
+        """Commit one more token to every sequence; wait for all begun steps."""
         self.begin_decode(sequences)
         self._finish()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a finished or abandoned sequence, which gets no further token."""
+        """Free the blocks of an ended or abandoned sequence, which gets no further token."""
         self.step.release(sequence)
         self._holders.discard(sequence)
         sequence.num_cached_tokens = 0
@@ -282,7 +280,7 @@ class Engine(Owned):
 
     @property
     def _rehearsed_tokens(self) -> int:
-        """Tokens of the smallest prefill that is not captured, or of the largest one there can be."""
+        """The size of the smallest prefill without a graph, or of the largest one if that is smaller."""
         return min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)
 
     def _finish(self) -> None:
@@ -311,7 +309,7 @@ class Engine(Owned):
 
 
 def _choose_recipe(recipe: str | Rung | None, device: torch.device) -> tuple[str | None, Rung]:
-    """Return the rung's name (None for a custom recipe) and the recipe."""
+    """Return the name of the rung (None for a custom recipe), and the recipe."""
     if isinstance(recipe, Rung):
         return None, recipe
     rung = get_rung(recipe, device)

@@ -1,4 +1,4 @@
-"""Exhibits: rungs that lost, in ``notebooks/exhibits`` beside the notebooks that measure them."""
+"""Loading of exhibits: rungs that the best one does not build on, in ``notebooks/exhibits``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
     The module must define two functions: ``check_serves(config)``, which raises ``RecipeError`` for a model
-    that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a resident step on a
-    ``Worker`` made of these parts. Raises ``RecipeError`` if there is no such file.
+    that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a resident step whose
+    ``Worker`` has these arguments. Raises ``RecipeError`` if there is no such file.
     """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:

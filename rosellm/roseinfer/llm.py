@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model that is ready to generate text.
 
-    model: ``rose-tiny``, a local folder or a hub id. rung: a name in ``recipe.LADDER``; None is the device's
+    model: ``rose-tiny``, a local folder or a hub id. rung: a name in ``recipe.LADDER``; None: the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
     tensor_parallel_size: number of GPUs, or of processes on a CPU, that share every layer
     (``tensor_parallel.load_engine``); supported by the rungs from ``packed_prefill`` on except
@@ -39,12 +39,12 @@ class LLM:
     on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
     random weights. prefix_cache: keep the keys and values of prompts, for prompts with the same beginning in
     this call or a later one. prefill_chunk: the most prompt tokens between two tokens of running requests, as
-    in ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
+    in ``SchedulerConfig``. The other options are those of ``Engine``.
 
     data_parallel_size: number of engines that share the prompts, each with ``tensor_parallel_size`` GPUs, or
     as many CPU cores (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray).
-    ray_address: the Ray cluster that runs them, "auto" or "host:port"; None is the one this process is
-    connected to, or else a local one, which ends with the last such ``LLM``. The sizes apply to each engine.
+    ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the one this process is
+    connected to, or else a local one, which ends with the last such ``LLM``. Sizes apply to each engine.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up,
         }
-        self.served: Engine | Replicas  # what a streaming manager runs
+        self.served: Engine | Replicas  # what a streaming manager uses as its engine
         if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             self.served = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
         else:
@@ -120,8 +120,8 @@ class LLM:
         """Complete one prompt or many, each text or token ids; return results in the same order.
 
         Prompts may be any iterable, token ids any sequence, array or tensor of integers. sampling_params: one
-        for all, one each, or None for the defaults. Everything is validated before anything runs: raises
-        ``PromptError`` or ``SamplingError``.
+        for all, one each, or None for the defaults. Raises ``PromptError`` or ``SamplingError``, before
+        anything runs, if any request is invalid.
 
         A result's completions are its ``outputs``, ``SamplingParams.n`` of them, each with ``token_ids``,
         ``text``, ``logprobs`` if requested, and ``finish_reason``: "stop", "length", or "failed" if no token
@@ -172,7 +172,7 @@ class LLM:
 
 
 def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
-    """Group the next ``n`` outputs as one prompt's completions; a text prompt is stored in each."""
+    """Return one prompt's next ``n`` outputs as one: the first, with the others attached to it."""
     first, *others = completions = list(islice(outputs, n))
     first.others = others
     if isinstance(prompt, str):

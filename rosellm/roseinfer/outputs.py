@@ -16,9 +16,9 @@ from rosellm.roseinfer.request import Likely, RequestMetrics, Sequence
 class Done:
     """A finished step of the engine.
 
-    ``sequences`` got exactly one token each, now their last one; empty for a step that computed only parts of
-    prompts. seconds: time the step took on the device, or on the host that drives it. failed: sequences that
-    ended without a token, with the reason in ``Sequence.error``.
+    sequences: those that got exactly one token each, now their last one; none if the step computed only parts
+    of prompts. seconds: the time that the step took on the device, or on the host that drives it. failed:
+    sequences that ended without a token, with the reason in ``Sequence.error``.
     """
 
     kind: Literal["prefill", "decode"]
@@ -63,7 +63,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
-        """Make the output of a finished sequence; tokenizer: None if there is none."""
+        """Return the output of an ended sequence; without a tokenizer its ``text`` is None."""
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
@@ -97,12 +97,12 @@ class RequestOutput:
         return [self, *self.others]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the text instead of its decoder."""
+        """Return the state to copy or pickle, with the text instead of its decoder."""
         return self.__dict__ | {"text_or_decoder": self.text}
 
 
 def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str] | None:
-    """Return a function that gives the text, decoding it if not done yet; None without a tokenizer."""
+    """Return a function that returns the text, decoding it if needed; None without a tokenizer."""
     text = sequence.text
     if text is not None:
         return lambda: text.text
@@ -113,6 +113,6 @@ def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[],
 
 
 def _decoded(likely: list[Likely], tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
-    """Return the logprobs of each output token, with the text of each token."""
+    """Return the logprobs at each output token, by token id, with the text of every token."""
     text = cache(lambda token: None if tokenizer is None else tokenizer.decode([token]))
     return [{token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one} for one in likely]

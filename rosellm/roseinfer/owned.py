@@ -8,14 +8,14 @@ from rosellm.errors import BusyError
 
 
 class Owned:
-    """An engine, or several as one, that one scheduler may reserve."""
+    """The base of an engine, or of several as one, that one scheduler at a time may reserve."""
 
     def __init__(self) -> None:
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
         self._owner_lock = Lock()
 
     def own(self, scheduler: object, name: str) -> None:
-        """Reserve the engine for ``scheduler``, called ``name`` in errors. Raises ``BusyError``."""
+        """Reserve the engine for ``scheduler``, called ``name`` in errors; raise ``BusyError`` if taken."""
         with self._owner_lock:
             self.check_owner(scheduler)
             self._owner = scheduler, name

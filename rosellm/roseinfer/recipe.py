@@ -1,6 +1,6 @@
 """Recipes: all choices among variants of the decode step, made once, when an engine is built.
 
-``LADDER`` has the rungs that led to the best one: those of the museum, :mod:`rosellm.ladder`, then recipes.
+``LADDER`` has all rungs by name: first those of the museum (:mod:`rosellm.ladder`), then recipes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Recipe(Rung):
-    """The product's choices, one field each; its step is on the device, and its prefill packed.
+    """A choice of one variant per field, for a resident step with packed prefill.
 
-    exhibit: a file of ``notebooks/exhibits``. all_reduce: with several ranks only.
+    exhibit: the name of a file in ``notebooks/exhibits``. all_reduce: used with several ranks only.
     """
 
     attention: Literal["paged", "split"] = "paged"
@@ -62,16 +62,16 @@ class Recipe(Rung):
                 raise RecipeError(f"{rule.field}={rule.value!r} needs {name}={needed!r}: {rule.reason}")
 
     def as_dict(self) -> dict[str, str]:
-        """See :class:`Rung`."""
+        """Return every axis of the ladder with its variant."""
         return _SETTLED | asdict(self)
 
     def check_serves(self, config: Arch) -> None:
-        """See :class:`Rung`."""
+        """Raise ``RecipeError`` if the exhibit, if any, cannot run this architecture."""
         if self.exhibit != "none":
             load_exhibit(self.exhibit).check_serves(config)
 
     def check_ranks(self, n_ranks: int) -> None:
-        """See :class:`Rung`."""
+        """Raise ``RecipeError`` if a chosen variant cannot run on ``n_ranks`` ranks."""
         for name, allowed, reason in _OF_RANKS:
             if n_ranks > 1 and getattr(self, name) != allowed:
                 raise RecipeError(
@@ -80,12 +80,12 @@ class Recipe(Rung):
                 )
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
-        """See :class:`Rung`."""
+        """Raise ``RecipeError`` if the all-reduce does not work with these kernels."""
         if self.all_reduce == "one_shot" and kernels != "triton":
             raise RecipeError("all_reduce='one_shot' is a Triton kernel; use 'library' with kernels='torch'")
 
     def invariant(self) -> Recipe:
-        """See :class:`Rung`. Contexts are not split, since the split points depend on the other sequences."""
+        """Return the batch-invariant recipe; it splits no contexts, as splits depend on other sequences."""
         return replace(self, numerics="invariant", attention="paged")
 
 
@@ -96,7 +96,7 @@ _OF_RANKS = (
 
 
 class _Rule(NamedTuple):
-    """A variant, the variants of other fields that it needs, and the reason."""
+    """A variant of a field, the variants of other fields that it needs, and the reason."""
 
     field: str
     value: str
@@ -120,7 +120,7 @@ _RULES = (
 
 @cache
 def recipe_choices() -> dict[str, tuple[str, ...]]:
-    """Return every field of a recipe with its variants."""
+    """Return the variants of every field of a recipe, by field name."""
     hints = get_type_hints(Recipe)
     return {field.name: get_args(hints[field.name]) for field in fields(Recipe)}
 

@@ -17,9 +17,9 @@ Likely = list[tuple[int, float, int]]
 
 @dataclass
 class RequestMetrics:
-    """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
+    """The times when a request and each of its tokens arrived, in ``time.perf_counter`` seconds.
 
-    Derived figures are in seconds, or None if there are too few tokens. preemptions: how often the request
+    Derived times are in seconds, or None if there are too few tokens. preemptions: how often the request
     was preempted.
     """
 
@@ -29,23 +29,23 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token."""
+        """The time from arrival to the first token."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per output token after the first."""
+        """The mean time per output token after the first."""
         n = len(self.token_times)
         return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
 
     @property
     def latency(self) -> float | None:
-        """Time from arrival to the last token."""
+        """The time from arrival to the last token."""
         return self.token_times[-1] - self.arrival if self.token_times else None
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies: the gap before each token but the first."""
+        """The inter-token latencies: the time between each token and the one before it."""
         return [after - before for before, after in pairwise(self.token_times)]
 
 
@@ -53,10 +53,10 @@ class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
     ``tokens`` are prompt and output. The first ``num_cached_tokens`` of them are in the KV cache: between
-    steps, all but the last. ``max_length``: the most tokens there may be. ``block_ids``: its KV blocks.
+    steps, all but the last. ``max_length``: the most tokens it may have. ``block_ids``: its KV blocks.
     ``finish_reason``: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
     ``error``. ``seed`` and a token's index determine its random numbers. Any of ``stop_tokens`` ends the
-    sequence. ``replays``: after preemption its output is decoded again token by token, as the first time;
+    sequence. ``replays``: whether, after preemption, its output is decoded again token by token, as before;
     otherwise it is prefilled, like the prompt. ``logprobs``: one entry per output token, or None unless
     requested. A scheduler updates ``metrics`` and, with stop strings, ``text``.
     """
@@ -92,17 +92,17 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """Token ids generated so far, including an end-of-sequence token."""
+        """The token ids generated so far, including any end-of-sequence token."""
         return self.tokens[self.n_prompt :]
 
     @property
     def prefill_length(self) -> int:
-        """Number of tokens that must be cached before the next one can be chosen."""
+        """The number of tokens that must be cached before the next one can be chosen."""
         return self.n_prompt if self.replays else len(self.tokens)
 
     @property
     def n_to_prefill(self) -> int:
-        """Number of tokens still to be prefilled."""
+        """The number of tokens still to be prefilled."""
         return self.prefill_length - self.num_cached_tokens
 
     def completes_prefill(self, chunk: int) -> bool:
@@ -118,9 +118,9 @@ class Sequence:
         return self.finish_reason is not None
 
     def commit(self, token: int, num_newly_cached: int) -> bool:
-        """Add a sampled token; ``num_newly_cached`` more tokens are now cached.
+        """Append a sampled token, and count ``num_newly_cached`` more tokens as cached.
 
-        Returns False if the token was already known, in a replay; raises ``RoseError`` if it then differs.
+        In a replay, where the token is already known, returns False; raises ``RoseError`` if it differs.
         """
         tokens = self.tokens  # this runs for every token: see tests.host_cost
         self.num_cached_tokens += num_newly_cached
@@ -135,7 +135,7 @@ class Sequence:
         return True
 
     def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:
-        """Continue after tokens that another engine generated, with their logprobs if requested."""
+        """Append tokens that another engine generated, and their logprobs if requested, to continue from."""
         self.tokens += known
         if self.logprobs is not None:
             self.logprobs += logprobs or []
@@ -144,7 +144,7 @@ class Sequence:
                 self.text.push(token)
 
     def follow_text(self) -> None:
-        """Push the latest token to ``text``, unless it is the end of sequence; a stop string ends both."""
+        """Push the latest token to ``text``, unless it is a stop token; a stop string ends the sequence."""
         if self.text is None or self.finish_reason == "stop":
             return
         self.text.push(self.tokens[-1])
@@ -152,7 +152,7 @@ class Sequence:
             self.finish_reason = "stop"
 
     def settle_text(self) -> None:
-        """At the end, flush text held back; this may complete a stop string."""
+        """Flush the text held back by an ended sequence; this may complete a stop string."""
         if self.text is None:
             return
         self.text.finish()
@@ -179,10 +179,10 @@ class Sequence:
 def commit_tokens(
     sequences: list[Sequence], tokens: list[int], num_newly_cached: int
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Give each sequence its token; ``num_newly_cached`` more of its tokens are now in the KV cache.
+    """Give each sequence its token, and count ``num_newly_cached`` more of its tokens as cached.
 
-    Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
-    there was no token (``NOT_FINITE``).
+    Returns the sequences that got a new token (``sequences`` itself if all did), and those that failed
+    because no token could be chosen (``NOT_FINITE``).
     """
     got: list[Sequence] = []
     failed: list[Sequence] = []

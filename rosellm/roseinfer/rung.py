@@ -1,4 +1,4 @@
-"""What an engine is built by: the interface of recipes, and of the rungs of the museum."""
+"""The interface of recipes and museum rungs, from which engines are built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 
 class Rung:
-    """A way to decode: its variant on every axis, and what it supports. Checks pass unless overridden."""
+    """A way to decode, with one variant on every axis of the ladder; checks pass unless overridden."""
 
     launch: str
     numerics: str = "fast"
@@ -21,22 +21,22 @@ class Rung:
         raise NotImplementedError
 
     def difference(self, other: Rung) -> dict[str, tuple[str, str]]:
-        """Return the axes in which ``other`` differs: name → (this variant, the other variant)."""
+        """Return the axes on which ``other`` differs: name → (variant here, variant of ``other``)."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def check_serves(self, config: Arch) -> None:
-        """Raise ``RecipeError``, with the reason, if it cannot run models of this architecture."""
+        """Raise ``RecipeError`` if this rung cannot run models of this architecture."""
 
     def check_ranks(self, n_ranks: int) -> None:
-        """Raise ``RecipeError``, with the reason, if it cannot run on ``n_ranks`` ranks."""
+        """Raise ``RecipeError`` if this rung cannot run on ``n_ranks`` ranks."""
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
-        """Raise ``RecipeError``, with the reason, if its all-reduce does not work with these kernels."""
+        """Raise ``RecipeError`` if this rung's all-reduce does not work with these kernels."""
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise ``SamplingError`` if it does not support these parameters."""
+        """Raise ``SamplingError`` if this rung does not support these parameters."""
 
     def invariant(self) -> Rung:
-        """Return the variant with a fixed summation order; raise ``RecipeError`` if there is none."""
+        """Return the batch-invariant form of this rung; raise ``RecipeError`` if there is none."""
         raise NotImplementedError

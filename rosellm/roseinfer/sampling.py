@@ -13,13 +13,13 @@ INT64_MAX = 2**63 - 1
 FLOAT_MAX = sys.float_info.max
 MOST_LOGPROBS = 20
 MOST_COMPLETIONS = 16384  # as in vLLM
-REPETITION_BOUNDS = 1e-30, 1e30  # a float32 logit of up to 1e8 stays finite, divided or multiplied by these
+REPETITION_BOUNDS = 1e-30, 1e30  # a float32 logit up to 1e8 stays finite if divided or multiplied by these
 NOT_FINITE = -2  # in place of a token id
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
 
 def _within(default: Any, kind: type, low: float, high: float, allowed: str) -> Any:
-    """Declare a field of ``kind`` within a range, described by ``allowed``; None only as the default."""
+    """Declare a field of type ``kind`` from ``low`` to ``high``; errors describe the range by ``allowed``."""
     return field(default=default, metadata={"kind": kind, "low": low, "high": high, "allowed": allowed})
 
 
@@ -34,7 +34,7 @@ def _check(one: Field, value: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it stops. Raises ``SamplingError``.
+    """How one request's tokens are chosen and when it stops; ``SamplingError`` is raised for invalid values.
 
     temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0 and
     -1 (stored as 0) keep all. top_p: keep the smallest set of most likely tokens whose probability reaches it
@@ -43,9 +43,9 @@ class SamplingParams:
     always stays.
 
     repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
-    (Keskar et al. 2019), with values clamped to 1e-30 and 1e30; 1 is none. frequency_penalty: subtracted from
-    a token's logit for each of its occurrences in the output; presence_penalty: subtracted once if there is
-    any; 0 is none. Penalties come before the temperature, and also affect greedy choices.
+    (Keskar et al. 2019), clamped to the range 1e-30 to 1e30; 1 has no effect. frequency_penalty: subtracted
+    from a token's logit for each of its occurrences in the output; presence_penalty: subtracted once if there
+    is any; 0 has no effect. Penalties come before the temperature, and also affect greedy choices.
 
     max_tokens: the most new tokens. seed: the same seed and logits give the same tokens whatever shares the
     batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence token. stop: a string or list
@@ -89,7 +89,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def each(self) -> list[SamplingParams]:
-        """Return the parameters of each of the n completions."""
+        """Return the parameters of each of the ``n`` completions, each with n = 1 and its own seed."""
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]
@@ -108,7 +108,7 @@ class SamplingParams:
 
     @property
     def is_penalised(self) -> bool:
-        """Whether a token's logit depends on earlier tokens."""
+        """Whether any penalty makes a token's logit depend on earlier tokens."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: one engine on several GPUs of a host, or in several processes on a CPU.
 
 This process is rank 0. It starts the other ranks as processes, each of which loads its part of the model,
-builds the same engine over it, and then runs what rank 0's engine calls.
+builds the same engine on it, and then runs the calls that rank 0's engine sends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENDS_WITHIN_S = 3.0
 
 @dataclass(frozen=True)
 class Load:
-    """The arguments of ``loading.load_parts``; every rank loads its own part."""
+    """The arguments of ``loading.load_parts``, with which every rank loads its own part."""
 
     model: str = SHIPPED
     device: str = "auto"
@@ -56,7 +56,7 @@ class Load:
     load_format: str = "auto"
 
     def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
-        """Load the part, and the tokenizer."""
+        """Load one rank's part of the model, and the tokenizer."""
         return load_parts(self.model, self.device, self.dtype, self.load_format, part)
 
 
@@ -69,9 +69,9 @@ def load_engine(
     load_format: str = "auto",
     **options: Any,
 ) -> Engine:
-    """Build an engine on ``tensor_parallel_size`` ranks; otherwise like ``Engine.load``.
+    """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, like ``Engine.load``.
 
-    On GPUs rank r has GPU r; on a CPU the ranks share its cores. The other ranks end with the engine. Raises
+    On GPUs, rank r uses GPU r; on a CPU, ranks share its cores. The other ranks end with the engine. Raises
     ``OptionError``, ``DeviceError`` or ``RecipeError`` before any process starts if the model cannot be
     sharded or a device is missing, and ``RankError`` if a rank fails, now or whenever the engine is used.
     """
@@ -85,7 +85,7 @@ def load_engine(
 
 
 class Loaded(NamedTuple):
-    """A model, or rank 0's part of it, and a function, called like ``Engine``, that builds its engine."""
+    """A model, or rank 0's part, its tokenizer, and a function like ``Engine`` that builds its engine."""
 
     build: Callable[..., Engine]
     model: Transformer
@@ -99,7 +99,7 @@ def load_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> Loaded:
-    """Load the model on ``n_ranks`` ranks that will form one engine; raises like :func:`load_engine`.
+    """Load the model on ``n_ranks`` ranks that will form one engine; raise like :func:`load_engine`.
 
     recipe, deterministic, kernels: options of that engine, checked before any rank starts.
     """
@@ -118,7 +118,7 @@ def check_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> None:
-    """Raise if ``n_ranks`` ranks cannot run this; see :func:`load_engine`."""
+    """Raise the error of :func:`load_engine` if ``n_ranks`` ranks cannot run this model and recipe."""
     _check_count(n_ranks)
     if n_ranks == 1:
         return
@@ -149,7 +149,7 @@ def _check_count(n_ranks: int) -> None:
 
 
 def start_ranks(n_ranks: int, load: Load) -> Leader:
-    """Start the other ranks, which begin to load their parts; return once all have connected."""
+    """Start the other ranks, which load their parts; return the ``Leader`` once all have connected."""
     device = resolve_device(load.device)
     store, port = listen()
     context = mp.get_context("spawn")
@@ -177,8 +177,8 @@ def start_ranks(n_ranks: int, load: Load) -> Leader:
 
 
 def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
-    """Build every rank's engine over its part, with the same options; return rank 0's."""
-    leader.send(options | {"warm_up": False})  # which rank 0's engine calls for
+    """Build every rank's engine on its part of the model, with the same options; return rank 0's engine."""
+    leader.send(options | {"warm_up": False})  # rank 0's engine makes them warm up
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
     graphs = engine.step.worker.graphs if isinstance(engine.step, ResidentStep) else None
@@ -187,7 +187,7 @@ def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
 
 
 def _close(leader: Leader, graphs: Graphs | None) -> None:
-    """End the other ranks. NCCL's communicator must outlive the graphs that have captured it."""
+    """End the other ranks; destroy the graphs before the NCCL communicator that they captured."""
     leader.close()
     if graphs is not None:
         graphs.reset()
@@ -196,7 +196,7 @@ def _close(leader: Leader, graphs: Graphs | None) -> None:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Startup data of a non-zero rank: its part, the pipe to rank 0, all heartbeats, the store's port."""
+    """The data that starts a rank other than 0: part, pipe to rank 0, all heartbeats, port of the store."""
 
     part: Part
     pipe: Connection
@@ -205,7 +205,7 @@ class _Seat:
 
 
 def _work(seat: _Seat, load: Load) -> None:
-    """Main function of a non-zero rank's process."""
+    """Run a rank other than 0, as the main function of its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; rank 0 handles it
     tqdm.set_lock(RLock())  # the default is a semaphore, which a killed process would leak
     try:
@@ -254,7 +254,7 @@ def _spawning() -> Iterator[None]:
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
-    """Close the pipes, and kill the processes that do not exit by themselves."""
+    """Close the pipes, and kill the processes that do not exit within ``ENDS_WITHIN_S`` seconds."""
     for pipe in pipes:
         pipe.close()
     join(processes, ENDS_WITHIN_S)

@@ -46,7 +46,7 @@ class IncrementalText:
         return self.take()
 
     def finish(self) -> None:
-        """At the end of the sequence, flush text held back, including incomplete characters."""
+        """Flush the text held back, including incomplete characters, at the end of the sequence."""
         if self.stopped:
             return
         rest = self._stream.finish()
@@ -95,7 +95,7 @@ class LateText:
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of ``text`` that begins a stop string."""
+    """Return the length of the longest suffix of ``text`` with which a stop string begins."""
     longest = max(len(stop) - 1 for stop in stops)
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stops)), 0)

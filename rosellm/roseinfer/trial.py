@@ -1,4 +1,4 @@
-"""How many KV blocks fit in memory: on a GPU trial runs measure what else an engine needs there."""
+"""The number of KV blocks that fit in memory; on a GPU, trial runs measure what else an engine needs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def kv_blocks_within_memory(
     measure: Callable[[], int] | None = None,
     least: Callable[[int], int] = int,
 ) -> int:
-    """Return ``wanted`` blocks per layer, or the number that fits in memory; may be 0.
+    """Return how many blocks per layer fit in memory, at most ``wanted``; may be 0.
 
-    On a GPU, what fits is ``utilization`` of its memory, less what is in use (the weights) and the working
-    memory of steps with ``n_rows`` sequences and of their prefills; on a CPU it is ``CPU_KV_BYTES``. measure:
-    returns the working memory in bytes, and is called only if ``wanted`` takes more than half of the room;
-    None estimates it instead. least: see ``GPUMemory``.
+    On a GPU, the blocks may take ``utilization`` of its memory, less what is in use (the weights) and the
+    working memory of steps with ``n_rows`` sequences and of prefills; on a CPU, ``CPU_KV_BYTES``. measure:
+    returns the working memory in bytes, and is called only if ``wanted`` blocks take more than half of the
+    room; None estimates it instead. least: returns the smallest of all ranks' numbers.
     """
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
     if gpt.device.type != "cuda":
@@ -46,7 +46,7 @@ def kv_blocks_within_memory(
 
 
 def _room(memory: GPUMemory, utilization: float) -> int:
-    """Return the bytes of the ``utilization`` share that are not in use."""
+    """Return how many bytes of the ``utilization`` share of the GPU's memory are not in use."""
     memory.settle()
     return int(utilization * memory.total) - (memory.total - memory.free)
 
@@ -61,15 +61,18 @@ def _estimated_bytes(gpt: Transformer, n_rows: int) -> int:
 def working_bytes(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
     """Return the bytes used by the largest prefill (``n_tokens``), the largest decode steps and all graphs.
 
-    build: makes a step on a cache of any size; inert inputs touch no block. The trial runs twice: the first
-    run loads kernels and libraries, which stay loaded and so no longer count as free memory in the second.
+    build: makes a step on a cache of any size, as inert inputs touch no block. The trial runs twice: the
+    first run loads kernels and libraries, which stay loaded and so are not counted in the second.
     """
     _trial(build, n_tokens, memory)
     return _trial(build, n_tokens, memory)
 
 
 def _trial(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
-    """Capture only the largest graphs: the others reuse their memory, and have no more nodes."""
+    """Return the bytes that one trial takes, which captures only the largest graphs.
+
+    The other graphs reuse their memory, and are assumed to have as many nodes.
+    """
     memory.settle()
     free, reserved = memory.free, memory.reserved
     step = build()

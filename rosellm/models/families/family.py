@@ -20,12 +20,13 @@ class Family:
     """A model family; each file in ``families`` defines one as ``FAMILY``.
 
     architecture: the name of the model class in transformers. needed, optional: map fields of ``Arch`` to
-    fields of ``config.json``. eps: the field for the epsilon of norms; if it is absent, ``norm`` applies.
-    only: the supported values of other fields; the first is the default. tensors: map the name of a weight,
-    with ``{}`` for the layer, to the names in the checkpoint whose rows are joined in that order. prefix: a
-    prefix that checkpoints may omit from names. transposed: weights that are stored as ``[K, N]``. defaults:
-    defaults of transformers that differ from those of ``Arch``. parts: fields of ``Arch`` that all models of
-    the family share. read_own, write_own: convert the remaining fields of ``config.json``.
+    required and optional fields of ``config.json``. norm: the kind of norm and its default epsilon. eps: the
+    config field of the epsilon. only: the supported values of other config fields, the default first.
+    tensors: map the name of a weight, with ``{}`` for the layer, to the names of the checkpoint's tensors
+    whose rows it joins, in order. prefix: a prefix of tensor names that checkpoints may omit. transposed:
+    weights that are stored as ``[inputs, outputs]``. defaults: config defaults of transformers that differ
+    from those of ``Arch``. parts: the fields of ``Arch`` that all models of the family share. read_own,
+    write_own: convert the other fields of ``config.json``.
     """
 
     architecture: str
@@ -44,7 +45,7 @@ class Family:
     write_own: Callable[[Arch], Config] = lambda arch: {}
 
     def read(self, config: Config) -> Arch:
-        """Return the shape that the fields of a ``config.json`` describe. Raises ``CheckpointError``."""
+        """Return the ``Arch`` of a ``config.json``; raise ``CheckpointError`` if it is not supported."""
         config = self.defaults | config
         if missing := [theirs for theirs in self.needed.values() if config.get(theirs) is None]:
             raise CheckpointError(f"config.json lacks {', '.join(missing)}")
@@ -85,7 +86,7 @@ def _check_supported(name: str, value: Any, supported: tuple) -> None:
 
 
 def _stretched(arch: Arch) -> Arch:
-    """Return ``arch`` with the positions after YaRN scaling; Qwen's configs state those before it."""
+    """Return ``arch`` with its ``n_positions`` after YaRN scaling; Qwen's configs give it before scaling."""
     if arch.rope is None or arch.rope.rope_type != "yarn":
         return arch
     fields = arch.rope.parameters
@@ -94,7 +95,7 @@ def _stretched(arch: Arch) -> Arch:
 
 
 def flag(config: Config, name: str) -> bool:
-    """Return a boolean field, or False if it is absent."""
+    """Return a boolean field of ``config``, or False if it is absent."""
     found = config.get(name, False)
     check(isinstance(found, bool), name, found, "true or false")
     return found

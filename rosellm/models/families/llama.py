@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), on which other families are built."""
+"""Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), from which other families are derived."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rosellm.models.families.family import Config
 
 
 def read_window(arch: Arch, config: Config) -> Arch:
-    if arch.rope is not None and arch.rope.rope_type != "default":  # what its files call yarn is longrope
+    if arch.rope is not None and arch.rope.rope_type != "default":  # its files write "yarn" for longrope
         raise CheckpointError("this family's scaled rotary embeddings (longrope) are not supported")
     return replace(arch, window=config.get("sliding_window"))
 

@@ -1,4 +1,4 @@
-"""The table of families by ``model_type``, and of models whose shapes are known without a download."""
+"""Tables of the families by ``model_type``, and of models whose ``Arch`` is known without a download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_arch(config: Config) -> Arch:
-    """Return the shape that a Hugging Face ``config.json`` describes. Raises ``CheckpointError``."""
+    """Return the ``Arch`` of a Hugging Face ``config.json``; raise ``CheckpointError`` if not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type {describe(kind)} is not supported; {', '.join(FAMILIES)} are")

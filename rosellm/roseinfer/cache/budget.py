@@ -1,4 +1,4 @@
-"""Budget of KV blocks: how many are free, reserved for admitted sequences, and needed."""
+"""The budget of KV blocks: how many are free, how many are reserved, and how many sequences need."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ STEPS_ENSURED = 16
 
 
 class BlockBudget:
-    """Tracks free, reserved and needed blocks of the KV cache; one block spans all layers.
+    """Counts of free, reserved and needed blocks of the KV cache; one block spans all layers.
 
-    run_ahead: the most unfinished steps in flight, each with one token per sequence. ``reserved``: blocks
-    held once every admitted sequence has grown to its full length; may exceed the total.
+    run_ahead: the most steps in flight, each of which adds one token per sequence. ``reserved``: the blocks
+    that all admitted sequences would hold at their full lengths, which may exceed the total.
     """
 
     def __init__(self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
         self.blocks, self.prefix_cache, self.run_ahead = blocks, prefix_cache, run_ahead
         self.reserved = 0
-        self._ensured: list[Sequence] | None = None  # have blocks for _ensured_steps more steps
+        self._ensured: list[Sequence] | None = None  # the list that has blocks for _ensured_steps more steps
         self._ensured_steps = self._ensured_need = 0
 
     @property
     def free(self) -> int:
-        """Blocks without a holder."""
+        """The number of blocks that no sequence and no prefix-cache entry holds."""
         return self.blocks.num_free_blocks()
 
     @property
     def available(self) -> int:
-        """Blocks that are free or held only by the prefix cache."""
+        """The number of blocks that are free or held only by the prefix cache."""
         return self.free + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
 
     @property
     def unreserved(self) -> int:
-        """Blocks not reserved for admitted sequences."""
+        """The number of blocks not reserved for admitted sequences."""
         return self.blocks.max_blocks_per_layer - self.reserved
 
     def reserve(self, sequence: Sequence) -> None:
@@ -44,57 +44,60 @@ class BlockBudget:
         self.reserved += self.max_blocks(sequence)
 
     def unreserve(self, sequence: Sequence) -> None:
-        """Stop counting a sequence that has given up its blocks."""
+        """Stop counting the blocks of a sequence that has released them."""
         self.reserved -= self.max_blocks(sequence)
 
     def max_blocks(self, sequence: Sequence) -> int:
-        """Return the most blocks that the sequence can hold; its last token is never cached."""
+        """Return the largest number of blocks the sequence can hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.blocks.block_size)
 
     def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
-        """Return the blocks needed to cache ``counts`` more tokens (None: all the rest), clones included."""
+        """Return how many new blocks it takes to cache ``counts[i]`` more tokens of each sequence i.
+
+        counts: None means all tokens still to be prefilled. Clones of shared blocks are included.
+        """
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
         return sum(self._to_hold(s, s.num_cached_tokens + n) for s, n in zip(sequences, chunks, strict=True))
 
     def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
-        """Return the blocks each sequence needs for tokens cached by the end of the next ``steps`` steps."""
+        """Return how many new blocks each sequence needs for steps in flight and the next ``steps`` steps."""
         ahead = self.run_ahead + steps - 1
         return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
     def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
-        """Evict cached prefixes until ``n_blocks`` are free for ``sequences``; return whether they are.
+        """Evict cached prefixes until ``n_blocks`` blocks are free; return whether that many are.
 
-        If that is not enough, also evict prefixes that share the last blocks of ``sequences``: this frees no
-        block but saves a clone.
+        If that is not enough, also evict prefixes that share the last blocks of ``sequences``, which will be
+        written to: this frees no block but saves a clone.
         """
         if self.prefix_cache is not None:
             self.prefix_cache.make_room(n_blocks, [i for s in sequences for i in s.block_ids[-1:]])
         return self.free >= n_blocks
 
     def make_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
-        """Evict cached prefixes as needed; return whether there are blocks for these tokens."""
+        """Evict cached prefixes if needed; return whether ``counts[i]`` more tokens of each sequence fit."""
         at_most = sum(counts) // self.blocks.block_size + 2 * len(sequences)
         if self.free >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts), sequences):
             return True
-        return self.free >= self.blocks_to_prefill(sequences, counts)  # sharing may have ended
+        return self.free >= self.blocks_to_prefill(sequences, counts)  # evictions may have saved clones
 
     def make_room_to_decode(self, sequences: list[Sequence]) -> bool:
-        """Evict cached prefixes as needed; return whether there are blocks for one more step.
+        """Evict cached prefixes if needed; return whether there are blocks for one more step.
 
-        The exact need (a sequence's last block is full, or shared and therefore cloned) is computed only if
-        there is not a free block for every token in flight.
+        The exact need (a block for each sequence whose last one is full, or shared and so cloned) is computed
+        only if fewer blocks are free than tokens can be in flight.
         """
         if self.free >= (self.run_ahead + 1) * len(sequences):
             return True
         if self.make_room(sum(self.blocks_to_decode(sequences)), sequences):
             return True
-        return self.free >= sum(self.blocks_to_decode(sequences))  # sharing may have ended
+        return self.free >= sum(self.blocks_to_decode(sequences))  # evictions may have saved clones
 
     def ensure_decode(self, sequences: list[Sequence]) -> bool:
         """Like :meth:`make_room_to_decode`, for callers that pass the same, unchanged list at every step.
 
-        Counts for ``STEPS_ENSURED`` steps at once, since counting visits every sequence. The count stays
-        valid while that many blocks are free, even if others allocate.
+        Counts the blocks for ``STEPS_ENSURED`` steps at once, since counting visits every sequence. The count
+        holds for these steps while that many blocks are free, even if other sequences allocate some.
         """
         if self._ensured is sequences and self._ensured_steps and self.free >= self._ensured_need:
             self._ensured_steps -= 1
@@ -104,7 +107,7 @@ class BlockBudget:
         return self.free >= self._ensured_need or self.make_room_to_decode(sequences)
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
-        """Return the blocks missing for ``length`` tokens in total, with the clone of a shared last block."""
+        """Return how many more blocks ``sequence`` needs for ``length`` tokens, including any clone."""
         held, size = sequence.block_ids, self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
         if length <= reserved:

@@ -28,16 +28,16 @@ _ROW = struct.Struct("<6iq6f2i")
 class DeviceState:
     """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` that receives the tokens.
 
-    The ring is host memory that the device writes to (pinned if there is a GPU). The token of row ``row`` in
-    its round r is at ``ring[r % ROUNDS, row]``: INERT if the row was inert, NOT_FINITE if no token could be
-    chosen. S: rows; W: blocks a sequence may hold.
+    The ring is host memory that the device writes to (pinned if there is a GPU). The token of a row's r-th
+    step, counted from 0, is at ``ring[r % ROUNDS, row]``: INERT if the row was inert, NOT_FINITE if no token
+    could be chosen. S: number of rows; W: the most blocks of a sequence.
 
     The attributes are views: tokens, positions, limits (number of tokens at full length), stops (a token that
-    ends a row, or -1), top_k, counts (1 + the row's index in ``TokenCounts``, or 0) and prompts (prompt
-    length), int32 ``[S]``; seeds int64 ``[S]``; temperatures, top_p, min_p, repetition, presence and
-    frequency fp32 ``[S]``; table int32 ``[S, W]``. stop_tokens ``[E]`` int32 end every row that has a stop: a
-    model may have several end-of-sequence tokens, the same for all rows. Views that few steps need are
-    created on access.
+    ends a row, or -1), rounds (number of steps, modulo ROUNDS), top_k, counts (1 + the row's index in
+    ``TokenCounts``, or 0) and prompts (prompt length), int32 ``[S]``; seeds int64 ``[S]``; temperatures,
+    top_p, min_p, repetition, presence and frequency fp32 ``[S]``; table int32 ``[S, W]``. Any of stop_tokens
+    ``[E]`` int32, the model's end-of-sequence tokens, ends a row that has a stop. Views that few steps need
+    are created on access.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class DeviceState:
 
     @property
     def filtered(self) -> Tensor:
-        """Rows sampled with top-k, top-p or min-p, ``[S]`` bool."""
+        """Whether each row is sampled with top-k, top-p or min-p, ``[S]`` bool."""
         return (self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def by_mass(self) -> Tensor:
-        """Filtered rows that use top-p only, ``[S]`` bool."""
+        """Whether each row is sampled with top-p but neither top-k nor min-p, ``[S]`` bool."""
         return self.filtered & (self.top_k == 0) & (self.min_p <= 0)
 
     def first(self, n_rows: int) -> DeviceState:
@@ -101,7 +101,7 @@ class DeviceState:
         return self.of(self.rows[slots])
 
     def of(self, rows: Tensor) -> DeviceState:
-        """Wrap ``rows [n, FIELDS + W]``, which may be any tensor; the result shares the ring."""
+        """Return a state of the given rows, a tensor ``[n, FIELDS + W]`` int32; it shares the ring."""
         part = object.__new__(DeviceState)
         part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])
@@ -109,9 +109,10 @@ class DeviceState:
 
 
 def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -> bytes:
-    """Return the FIELDS words of a sequence's row, little-endian.
+    """Return the first ``FIELDS`` words of a sequence's row, as little-endian bytes.
 
-    counts: 1 + the sequence's index in ``TokenCounts``, or 0.
+    position: its number of cached tokens; rounds: the row's number of steps, modulo ``ROUNDS``; counts: 1 +
+    its index in ``TokenCounts``, or 0.
     """
     params, token = sequence.params, sequence.tokens[position]
     stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP

@@ -9,9 +9,9 @@ import torch
 
 
 class GPUMemory:
-    """Memory of one device, in bytes. torch keeps what it has reserved until :meth:`settle`.
+    """The memory of one GPU, in bytes; torch keeps what it has reserved until :meth:`settle`.
 
-    least: reduces free memory to the minimum over all ranks (``group.Group.least``).
+    least: returns the smallest of all ranks' numbers (``group.Group.least``).
     """
 
     def __init__(self, device: torch.device, least: Callable[[int], int] = int) -> None:
@@ -28,7 +28,7 @@ class GPUMemory:
 
     @property
     def free(self) -> int:
-        """Bytes that no process uses."""
+        """Bytes of the GPU that no process uses, the minimum over all ranks."""
         return self._least(torch.cuda.mem_get_info(self._device)[0])
 
     @property

@@ -1,7 +1,7 @@
 """The paged KV cache (PagedAttention, arXiv:2309.06180) and its block allocator.
 
 Block i holds the same tokens in every layer, so a block is allocated once for all layers. All metadata are
-Python integers; the only device work done here is cloning a shared block (copy on write).
+Python integers. In an engine, the only device work done here is cloning a shared block (copy on write).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def blocks_for(n_tokens: int, block_size: int) -> int:
 class KVBlocks:
     """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
 
-    num_heads counts key/value heads. Callers own lists of block ids, one per sequence, and pass them in;
+    num_heads: number of key/value heads. Callers own lists of block ids, one per sequence, and pass them in;
     methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
     follows it. A partly filled shared block is cloned before the first write (copy on write), so other
     holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. caches: K and V; None
-    allocates them. ``copy_on_ranks``: runs :meth:`copy_block` on every rank, or None if there is one.
+    allocates them. copy_on_ranks: runs :meth:`copy_block` on every rank; None if there is only one rank.
     """
 
     copy_on_ranks: Callable[[int, int], object] | None = None
@@ -64,7 +64,7 @@ class KVBlocks:
         return self._evictable
 
     def length(self, block_id: int) -> int:
-        """Return the number of tokens with slots in a block; raises ``KeyError`` if it is free."""
+        """Return the number of tokens with slots in a block; raise ``KeyError`` if it is free."""
         if self._refs[block_id] == 0:
             raise KeyError(f"block {block_id} is free")
         return self._lengths[block_id]
@@ -73,7 +73,7 @@ class KVBlocks:
         return self._refs[block_id]
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a holder to each block; raises ``KeyError``, changing nothing, if one is free."""
+        """Add a holder to each block; raise ``KeyError``, changing nothing, if one is free."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 raise KeyError(f"block {block_id} is free and cannot be shared")
@@ -114,7 +114,7 @@ class KVBlocks:
                 self._evictable += self._refs[block_id] == self._cached[block_id]
 
     def reserve_prompt(self, block_ids: list[int], n_tokens: int) -> None:
-        """Reserve slots for ``n_tokens`` more tokens of one sequence, in the metadata only."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence; extend ``block_ids`` in place."""
         length = self._lengths[block_ids[-1]] if block_ids else self.block_size
         room = self.block_size - length
         clone = bool(room) and n_tokens > 0 and self._refs[block_ids[-1]] > 1
@@ -133,7 +133,7 @@ class KVBlocks:
         return (len(block_ids) - 1) * self.block_size + self._lengths[block_ids[-1]]
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """Return a private copy of a block's first ``length`` tokens; the original loses one holder."""
+        """Return the id of a copy of a block's first ``length`` tokens; the original loses a holder."""
         self._check_room(1)
         clone = self._allocate(length)
         (self.copy_on_ranks or self.copy_block)(block_id, clone)
@@ -146,13 +146,13 @@ class KVBlocks:
             cache[:, target].copy_(cache[:, source])
 
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
-        """Append a token to one sequence: see :meth:`append_token_batch`; key_new, value_new ``[H, D]``."""
+        """Append a token to one sequence in one layer, given its key and value ``[H_kv, D]``."""
         self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
 
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """Reserve a slot for one new token of each sequence, and write its key and value ``[B, H, D]``."""
+        """Append a token to each sequence in one layer, given their keys and values ``[B, H_kv, D]``."""
         self._check_room(sum(self._needs_block(block_ids) for block_ids in block_ids_list))
         for block_ids in block_ids_list:
             self.reserve_prompt(block_ids, 1)

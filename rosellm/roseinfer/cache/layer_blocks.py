@@ -1,4 +1,4 @@
-"""KV blocks for callers without an engine: every layer has a pool, and its own lists of blocks."""
+"""KV blocks for callers without an engine: every layer has its own pool of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 
 
 class KVBlockInfo(NamedTuple):
-    """A block in use: its layer, its index there, the position of its first token, tokens held."""
+    """A block in use: its layer, its index there, the position of its first token, and its token count."""
 
     layer: int
     block_index: int
@@ -22,10 +22,10 @@ class KVBlockInfo(NamedTuple):
 
 
 class KVBlockManager:
-    """K and V as in ``KVBlocks``, appended layer by layer; block ids are ``layer * N_BLOCKS + block_index``.
+    """A KV cache in which each layer allocates its own blocks, with ids ``layer * N_BLOCKS + block_index``.
 
-    An engine uses ``KVBlocks``, whose block i is block i of every layer. Sharing and copy on write are the
-    same. ``KVCacheExhausted`` is raised before anything changes.
+    Layout, sharing and copy on write are those of ``KVBlocks``, which engines use and whose block i is block
+    i of every layer. ``KVCacheExhausted`` is raised before anything changes.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class KVBlockManager:
         self._starts: dict[int, int] = {}
 
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
-        """Append a token to one sequence: key_new, value_new ``[H, D]``; extends ``block_ids``."""
+        """Append a token to one sequence, given its key and value ``[H_kv, D]``; extend ``block_ids``."""
         self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
 
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """Append a token to every sequence: key_new, value_new ``[B, H, D]``; lists are extended in place."""
+        """Append a token to each sequence, given keys and values ``[B, H_kv, D]``; extend lists in place."""
         first = layer_idx * self.max_blocks_per_layer
         own = [[block_id - first for block_id in block_ids] for block_ids in block_ids_list]
         self._pools[layer_idx].append_token_batch(0, own, key_new, value_new)
@@ -63,12 +63,12 @@ class KVBlockManager:
             self._starts[block_ids[-1]] = (len(block_ids) - 1) * self.block_size
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a holder to each block; raises ``KeyError`` if one is free."""
+        """Add a holder to each block; raise ``KeyError`` if one is free."""
         for layer, indices in self._by_layer(block_ids):
             self._pools[layer].incref_blocks(indices)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a holder from each block; raises ``KeyError`` for a block with too few holders."""
+        """Remove a holder from each block; raise ``KeyError`` for a block with too few holders."""
         for layer, indices in self._by_layer(block_ids):
             self._pools[layer].free_blocks(indices)
 
@@ -80,7 +80,7 @@ class KVBlockManager:
         return self._pools[layer_idx].num_free_blocks()
 
     def info(self, block_id: int) -> KVBlockInfo:
-        """Return the metadata of a block in use; raises ``KeyError`` if it is free."""
+        """Return the metadata of a block in use; raise ``KeyError`` if it is free."""
         layer, index = divmod(block_id, self.max_blocks_per_layer)
         return KVBlockInfo(layer, index, self._starts[block_id], self._pools[layer].length(index))
 

@@ -1,4 +1,4 @@
-"""Limits that a request must respect."""
+"""The limits that a request must respect."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rosellm.roseinfer.sampling import SamplingParams
 class Limits:
     """An engine's limits on a request, which can be checked without the engine.
 
-    n_positions: the model's; max_model_len: the most tokens of a request, prompt and output; num_kv_blocks:
-    blocks per layer, of ``block_size`` tokens each.
+    n_positions: the model's number of positions; max_model_len: the most tokens of a request, prompt and
+    output; num_kv_blocks: number of blocks per layer, of ``block_size`` tokens each.
     """
 
     vocab_size: int

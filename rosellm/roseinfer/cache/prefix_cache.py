@@ -1,4 +1,4 @@
-"""Prefix cache: reuse the KV blocks of earlier prompts for prompts with the same beginning.
+"""The prefix cache, which reuses KV blocks of earlier prompts for prompts with the same beginning.
 
 Prompts are kept in lexicographic order, so the one with the longest prefix in common with a query is next to
 the query's insertion point: a lookup costs O(length x log entries). RadixAttention (arXiv:2312.07104) uses a
@@ -21,7 +21,7 @@ Tokens = tuple[int, ...]
 class PrefixCache:
     """Cached prompts and their reference-counted blocks; the least recently used is evicted first.
 
-    A cached block is never written: a sequence that appends to it shares it with the entry, so the manager
+    A cached block is never written: a sequence that appends to it shares it with the entry, so ``KVBlocks``
     clones it first (copy on write). alignment: matches are truncated to a multiple of this many tokens.
     """
 
@@ -36,7 +36,7 @@ class PrefixCache:
 
     @property
     def entries(self) -> Mapping[Tokens, list[int]]:
-        """Cached prefix → its blocks, least recently used first."""
+        """The block ids of each cached prompt, least recently used first."""
         return self._entries
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
@@ -59,7 +59,7 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[int]) -> None:
-        """Cache the blocks that hold ``tokens``; an entry that already begins with them is refreshed."""
+        """Cache the blocks that hold ``tokens``, or refresh an entry that already begins with them."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
@@ -74,7 +74,7 @@ class PrefixCache:
         """Evict entries until ``n_blocks`` blocks are free, or eviction would free no more.
 
         written: blocks about to be appended to; ``n_blocks`` includes the clones of shared ones. If eviction
-        frees too few, entries that share them are evicted too, so that no clone is needed.
+        frees too few, entries that share ``written`` blocks are evicted too, so that no clone is needed.
         """
         while self.blocks.num_free_blocks() < n_blocks and (entry := self._least_useful()) is not None:
             self._evict(entry)
@@ -83,11 +83,11 @@ class PrefixCache:
             self._end_sharing(n_blocks - self.blocks.num_free_blocks(), partial)
 
     def holdings(self) -> Counter[int]:
-        """Return how often the entries hold each block."""
+        """Return the number of entries that hold each block."""
         return Counter(chain.from_iterable(self._entries.values()))
 
     def num_evictable(self) -> int:
-        """Return the blocks that evicting all entries would free."""
+        """Return the number of blocks that evicting all entries would free."""
         return self.blocks.num_evictable_blocks()
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class PrefixCache:
         return alone if alone is not None else self._a_twin()
 
     def _a_twin(self) -> Tokens:
-        """Return the least recently used entry whose last block is held by prefix-cache entries only."""
+        """Return the least recently used entry whose last block is held only by entries that end in it."""
         last = {entry: ids[-1] for entry, ids in self._entries.items()}
         cached = Counter(last.values())
         return next(entry for entry, b in last.items() if self.blocks.ref_count(b) == cached[b])
@@ -133,7 +133,7 @@ class PrefixCache:
             n_blocks -= self.blocks.ref_count(block_id) == 1
 
     def _own_tail(self, block_ids: list[int], n_tokens: int) -> int:
-        """Clone a last block that holds more than ``n_tokens``, or drop it; return the tokens that remain."""
+        """Clone a last block that holds more tokens, or drop it if none is free; return the match length."""
         n_full = (len(block_ids) - 1) * self.blocks.block_size
         if self.blocks.length(block_ids[-1]) == n_tokens - n_full:
             return n_tokens
@@ -153,10 +153,7 @@ class PrefixCache:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return the number of equal leading tokens.
-
-    A binary search over tuple slices, which Python compares fast.
-    """
+    """Return the number of equal leading tokens, by binary search over slices, which Python compares fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -14,7 +14,7 @@ MOST_BUFFERS = 16
 
 
 class StagingBuffer:
-    """Reused, growing host memory, pinned if there is a GPU; each send is one non-blocking copy.
+    """Host memory for non-blocking copies to the device, reused and grown, pinned if there is a GPU.
 
     A buffer is rewritten only after its copy has finished, which an event signals. Copies queue behind the
     steps in flight; while the oldest copy is unfinished, another buffer is used, so the host waits only with
@@ -53,7 +53,7 @@ class StagingBuffer:
         return self
 
     def send(self, out: Tensor | None = None) -> Tensor:
-        """Copy the array from :meth:`host` to the device, into the front of ``out`` if given; one copy."""
+        """Copy the staged array to the device, to the front of ``out`` if given; return the device tensor."""
         source = self._taken[: math.prod(self._shape)]
         target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
         target.copy_(source, non_blocking=True)
@@ -63,7 +63,7 @@ class StagingBuffer:
         return target.view(self._shape)
 
     def _free_buffer(self, new_event: Callable[[], torch.cuda.Event]) -> tuple[Tensor, torch.cuda.Event]:
-        """Return the oldest buffer if its copy has finished, else a new one, up to ``MOST_BUFFERS``."""
+        """Return the oldest buffer if its copy has ended or ``MOST_BUFFERS`` are in use, else a new one."""
         if self._sent and self._sent[0][1].query():
             return self._sent.popleft()
         if len(self._sent) < MOST_BUFFERS:

@@ -1,4 +1,4 @@
-"""Which row of the device's table of token counts each request with penalties has."""
+"""Assignment of rows in the device's table of token counts to requests with penalties."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rosellm.roseinfer.request import Sequence
 
 
 class TokenCounts:
-    """Rows of a table ``[S, V]`` int32 on the device, one for each request that has penalties.
+    """The host's assignment of rows of a device table ``[S, V]`` int32 to requests with penalties.
 
     An entry is twice the token's number of occurrences in the output, plus 1 if it is in the prompt. The last
-    output token is not included; a step counts it as it begins (``penalties.count_tokens``). call:
-    ``Worker.call``; the worker holds the table.
+    output token is not included; the step that has it as input counts it (``penalties.count_tokens``).
+    call: ``Worker.call``, where the worker holds the table.
     """
 
     def __init__(self, n_rows: int, call: Call) -> None:
@@ -50,7 +50,7 @@ class TokenCounts:
         return self._place_of[sequence]
 
     def _send(self, places: list[int], seen: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Overwrite these table rows with the given tokens and numbers, and 0 elsewhere."""
+        """Overwrite table rows ``places`` with the entries of their ``seen`` tokens, and 0 elsewhere."""
         tokens, numbers = (np.concatenate(arrays) for arrays in zip(*seen, strict=True))
         place = np.repeat(places, [len(own) for own, _ in seen])
         words = np.concatenate((places, place, tokens, numbers)).astype(np.int32)
@@ -58,9 +58,9 @@ class TokenCounts:
 
 
 def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct tokens of the prompt and of the output before ``position``, and their numbers.
+    """Return the distinct tokens of the prompt and of the output before ``position``, and their entries.
 
-    Both are ``[n]`` int32; the numbers are encoded as in ``TokenCounts``.
+    Both are ``[n]`` int32; the entries are those of the table that ``TokenCounts`` describes.
     """
     numbers: dict[int, int] = dict(zip(sequence.prompt, repeat(1)))
     for token in sequence.tokens[sequence.n_prompt : position]:

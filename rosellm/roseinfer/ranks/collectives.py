@@ -1,7 +1,7 @@
-"""Collectives among the ranks of one host, by ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
+"""Collectives among the ranks of one host, with ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
 
 Process groups belong to an engine, not to the process, so several engines may each have one. All sockets
-listen on the loopback only.
+listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = timedelta(minutes=30)  # ``watch`` detects dead and hung ranks
 
 
 def listen() -> tuple[dist.TCPStore, int]:
-    """Return a new store, by which ranks find each other, and the free port it listens on."""
+    """Start the store through which the ranks find each other; return it and its port."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
         store = dist.TCPStore(
@@ -38,7 +38,7 @@ def listen() -> tuple[dist.TCPStore, int]:
 
 
 def connect(port: int) -> dist.TCPStore:
-    """Connect to rank 0's store."""
+    """Return a connection to rank 0's store, which listens on ``port``."""
     return dist.TCPStore(LOOPBACK, port, None, False, PATIENCE, wait_for_workers=False)
 
 
@@ -68,7 +68,7 @@ class Collectives:
     def gathered(self, x: Tensor) -> Tensor:
         """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather).
 
-        Private: ``dist.all_gather_into_tensor`` takes groups that are registered in the process only.
+        It calls a private method, as ``dist.all_gather_into_tensor`` takes only process-wide groups.
         """
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         options = c10d.AllgatherOptions()
@@ -85,9 +85,9 @@ class Collectives:
         return int(numbers)
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """Return ``n_bytes`` of memory shared by the ranks.
+        """Return ``n_bytes`` of memory shared by the ranks; all ranks must call it.
 
-        Calls with the same ``n_bytes`` return the same memory. All ranks call it.
+        Calls with the same ``n_bytes`` return the same memory.
         """
         if n_bytes not in self._peers:
             store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
@@ -99,7 +99,7 @@ class Collectives:
         return self._peers[n_bytes]
 
     def abort(self) -> None:
-        """Abort collectives, on any thread, that wait for lost ranks; the object is unusable afterwards.
+        """Abort collectives that wait for lost ranks, in any thread; the object is unusable afterwards.
 
         NCCL's abort returns only once every graph that captured the communicator is destroyed.
         """
@@ -118,7 +118,7 @@ def _wait(work: Any) -> None:
 
 
 def _gloo(store: dist.Store, part: Part) -> Any:
-    """Return a gloo group of the engine's own; only its private options bind it to the loopback."""
+    """Return a gloo group for one engine; only gloo's private options can bind it to the loopback."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001
     options._devices = [gloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
@@ -127,7 +127,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 
 def _nccl(store: dist.Store, part: Part) -> Any:
-    """Return an NCCL group of the engine's own, which ends no process when a rank is lost."""
+    """Return an NCCL group for one engine, which does not end the process when a rank is lost."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink supports
     for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):

@@ -1,7 +1,7 @@
 """The ranks that run one engine together, as seen by its components.
 
-Rank 0 plans. What its planner asks of its worker by name, with numbers, strings and arrays, runs on every
-rank's worker.
+Rank 0 plans. The methods that its planner calls on its worker, by name, run on the workers of all ranks;
+their arguments are numbers, strings and arrays.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ Call = Callable[..., Any]  # ``Worker.call``: a method's name, and its arguments
 
 
 class Group(Protocol):
-    """One rank's view of its group."""
+    """The interface of a group of ranks to one of them."""
 
     @property
     def part(self) -> Part:
         """This rank's part of the model."""
 
     def on_all(self, call: Call) -> Call:
-        """Return a function that makes a worker's ``call`` here and on every other rank.
+        """Return a function that runs a worker's ``call`` on this rank and on all others.
 
-        Its arguments are numbers, strings and arrays; it returns what this rank's worker returns.
+        Its arguments are numbers, strings and arrays; it returns the result of this rank's worker.
         """
 
     def check(self) -> None:
         """Raise ``RankError`` if the group has ended; call it after waiting for the device."""
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers; all ranks call it."""
+        """Return the smallest of the ranks' numbers; all ranks must call it."""
 
 
 class Ranks(Group, Protocol):
-    """A group of several ranks; on a GPU its collectives can be captured in a step."""
+    """A group of several ranks; on GPUs, CUDA graphs can capture its collectives."""
 
     def summed(self, x: Tensor) -> Tensor:
         """Sum the ranks' tensors in place (all-reduce)."""
@@ -48,7 +48,7 @@ class Ranks(Group, Protocol):
         """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """Return ``n_bytes`` of memory shared by the ranks; all ranks call it."""
+        """Return ``n_bytes`` of memory shared by the ranks; all ranks must call it."""
 
 
 @dataclass(frozen=True)

@@ -31,26 +31,26 @@ class _Member:
         self.part = part
 
     def summed(self, x: Tensor) -> Tensor:
-        """See ``group.Ranks``."""
+        """Sum the ranks' tensors in place (all-reduce)."""
         return self.collectives.summed(x)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """See ``group.Ranks``."""
+        """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
         return self.collectives.gathered(x)
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """See ``group.Ranks``."""
+        """Return ``n_bytes`` of memory shared by the ranks."""
         return self.collectives.peers(n_bytes)
 
     def least(self, number: int) -> int:
-        """See ``group.Group``."""
+        """Return the smallest of the ranks' numbers."""
         return self.collectives.least(number)
 
 
 class Follower(_Member):
-    """A non-zero rank: runs rank 0's calls until the pipe closes.
+    """A rank other than 0, which runs rank 0's calls until the pipe closes.
 
-    is_busy: a call is running; is_waiting: it is blocked in a collective.
+    is_busy: whether a call is running; is_waiting: whether it is blocked in a collective.
     """
 
     def __init__(self, part: Part, pipe: Connection) -> None:
@@ -58,30 +58,30 @@ class Follower(_Member):
         self._pipe, self.is_busy, self.is_waiting = pipe, False, False
 
     def on_all(self, call: Call) -> Call:
-        """See ``group.Group``; only rank 0 calls the others."""
+        """Return ``call``: only rank 0 calls the other ranks."""
         return call
 
     def summed(self, x: Tensor) -> Tensor:
-        """See ``group.Ranks``."""
+        """Sum the ranks' tensors in place; ``is_waiting`` is true meanwhile."""
         return self._with_others(self.collectives.summed, x)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """See ``group.Ranks``."""
+        """Gather the ranks' tensors; ``is_waiting`` is true meanwhile."""
         return self._with_others(self.collectives.gathered, x)
 
     def least(self, number: int) -> int:
-        """See ``group.Group``."""
+        """Return the smallest of the ranks' numbers; ``is_waiting`` is true meanwhile."""
         return self._with_others(self.collectives.least, number)
 
     def check(self) -> None:
-        """No-op: if rank 0 were gone, this process would already have been killed."""
+        """Do nothing: ``watch_rank_0`` ends this process if rank 0 has ended."""
 
     def receive(self) -> Any:
-        """Receive rank 0's next message; raises ``EOFError`` once the pipe is closed."""
+        """Receive rank 0's next message; raise ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
     def follow(self, call: Call) -> None:
-        """Make rank 0's calls on this rank's worker until rank 0 closes the pipe."""
+        """Run each of rank 0's calls with this rank's ``call`` until rank 0 closes the pipe."""
         while True:
             try:
                 name, arguments = self.receive()
@@ -99,10 +99,10 @@ class Follower(_Member):
 
 
 class Leader(_Member):
-    """Rank 0: sends each call to the other ranks, then runs it itself.
+    """Rank 0, which sends each call to the other ranks and then runs it itself.
 
-    An error in its own part would leave the others waiting for it, so it ends the group. end: ends the other
-    ranks' processes if they still run.
+    If a call fails here, the other ranks would wait for rank 0 forever, so the error ends the group. end: a
+    function that ends the other ranks' processes if they still run.
     """
 
     def __init__(self, part: Part, pipes: list[Connection], watch: Watch, end: Callable[[], object]) -> None:
@@ -110,7 +110,7 @@ class Leader(_Member):
         self._pipes, self._watch, self._end = pipes, watch, end
 
     def on_all(self, call: Call) -> Call:
-        """See ``group.Group``."""
+        """Return a function that sends a call to the other ranks, and then runs it here with ``call``."""
 
         def call_all(name: str, *arguments: Any) -> Any:
             self.send((name, arguments))
@@ -150,7 +150,7 @@ class Leader(_Member):
             self._raise_reason(error)
 
     def abort(self) -> None:
-        """Abort this rank's collectives; wait at most ``ABORTED_WITHIN_S``, as a graph may block it."""
+        """Abort this rank's collectives; wait at most ``ABORTED_WITHIN_S``, since a graph may block that."""
         if hasattr(self, "collectives"):
             aborting = Thread(target=self.collectives.abort, daemon=True)
             aborting.start()

@@ -21,8 +21,8 @@ SHARED = Path("/dev/shm")
 class PeerMemory:
     """One rank's view of memory shared by all ranks.
 
-    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: of all ranks'
-    bytes, int64 ``[size]``. group: on GPUs the process group of the rendezvous, which must outlive it.
+    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: the addresses of
+    all ranks' bytes, int64 ``[size]``. group: on GPUs, a process group that must live as long as the memory.
     """
 
     part: Part
@@ -32,7 +32,7 @@ class PeerMemory:
     group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
-        """Release one wait of this GPU's kernels for other ranks; the data they then read are invalid.
+        """End one wait of this GPU's kernels for other ranks; the data that they then read are invalid.
 
         A kernel waits for one of its own flags to become 1, or for another rank's flag to become 0.
         """
@@ -65,7 +65,7 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
 def share_gpus(
     store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
 ) -> PeerMemory:
-    """Share GPU memory by torch's symmetric memory, without NVLink multicast; wait for all ranks.
+    """Share GPU memory through torch's symmetric memory, without NVLink multicast; wait for all ranks.
 
     backend: any process-group backend of these ranks; torch requires a group to have one.
     """

@@ -1,4 +1,4 @@
-"""Failure detection: a rank that has died, or has made no progress for seconds, ends the others.
+"""Failure detection: if a rank has died, or has made no progress for seconds, the others are ended.
 
 Every process increments a counter in shared memory from a background thread, unless its command hangs. Time
 is counted in polls, not in seconds, so a suspended machine or a stopped process group does not look like a
@@ -29,9 +29,10 @@ Beats = Any  # a shared int64 array, one counter per rank
 
 
 class _Counts:
-    """Counts for how many polls in a row each rank's counter has stayed the same.
+    """The number of consecutive polls in which each rank's heartbeat counter has not changed.
 
-    is_stopped: whether a rank's process is stopped (SIGSTOP); if so, a missing first heartbeat is a hang.
+    is_stopped: returns whether a rank's process is stopped (SIGSTOP). Polls before a rank's first heartbeat
+    count only if it is stopped.
     """
 
     def __init__(self, beats: Beats, ranks: range, is_stopped: Callable[[int], bool]) -> None:
@@ -39,7 +40,7 @@ class _Counts:
         self._is_stopped = is_stopped
 
     def look(self) -> int | None:
-        """Poll once; return a rank that hangs, or None."""
+        """Poll all counters once; return a rank that hangs, or None."""
         for rank in self._still:
             begins = not self._beats[rank] and not self._is_stopped(rank)
             moved = begins or self._beats[rank] != self._last[rank]
@@ -51,10 +52,10 @@ class _Counts:
 
 
 class Watch(Thread):
-    """Rank 0's watchdog thread; it runs until ``ended`` is set, for the reason in ``reason``.
+    """Rank 0's watchdog thread, which runs until ``ended`` is set; ``reason`` says why it was.
 
-    ``failed``: another rank failed, and all have been killed. processes, pipes: of ranks 1, 2, …; a failing
-    rank sends its error through its pipe. on_failure: called after the ranks are killed.
+    failed: whether another rank failed, and all were killed. processes, pipes: those of ranks 1, 2, …; a
+    failing rank sends its error through its pipe. on_failure: called after the ranks are killed.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Watch(Thread):
                 self._on_failure()
 
     def stop(self, reason: str) -> None:
-        """Set ``ended``: the other ranks are about to be shut down on purpose."""
+        """Set ``reason`` and ``ended``, unless set, before the ranks are shut down on purpose."""
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()
@@ -118,7 +119,7 @@ class Watch(Thread):
 
 
 def kill(processes: list[BaseProcess]) -> None:
-    """Kill processes, which may be stopped or blocked in a library."""
+    """Kill the processes, even if stopped or blocked in a library; wait ``KILLED_WITHIN_S`` at most."""
     for process in processes:
         process.kill()
     join(processes, KILLED_WITHIN_S)
@@ -132,7 +133,7 @@ def join(processes: list[BaseProcess], within_s: float) -> None:
 
 
 class _Work:
-    """Whether other threads of this process, or a compiler subprocess, are using the processor."""
+    """A detector of work: processor time of this process's other threads, or a child such as a compiler."""
 
     def __init__(self) -> None:
         self._spent_s = self._last_s = 0.0
@@ -142,18 +143,18 @@ class _Work:
         self._last_s, self._spent_s = self._spent_s, process_time() - thread_time()
 
     def is_done(self) -> bool:
-        """Return whether work was done between the last two samples, or a child process runs."""
+        """Return whether work was done between the last two samples, or a child process exists."""
         return self._spent_s - self._last_s >= LEAST_S or bool(psutil.Process().children())
 
 
 def watch_rank_0(
     beats: Beats, rank: int, is_busy: Callable[[], bool], is_waiting: Callable[[], bool]
 ) -> None:
-    """In a non-zero rank's process: count heartbeats, and exit if rank 0 dies or hangs.
+    """Start a thread that counts this rank's heartbeats, and exits the process if rank 0 dies or hangs.
 
-    is_busy: this rank is running a command; is_waiting: it is blocked in a collective. A busy rank that is
-    neither waiting nor computing stops counting, so rank 0 sees it hang. Between commands rank 0's program
-    may keep it from counting, so there it counts as hung only if it is stopped.
+    is_busy: returns whether this rank runs a command; is_waiting: whether it is blocked in a collective. A
+    busy rank that is neither waiting nor computing stops counting, so rank 0 sees it hang. Between commands,
+    the user's program may keep rank 0 from counting, so rank 0 counts as hung only if it is stopped.
     """
     counts = _Counts(beats, range(1), lambda _: _is_stopped(os.getppid()))
     work = _Work()
@@ -168,7 +169,7 @@ def watch_rank_0(
 
 
 def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> None:
-    """Exit, printing ``said`` to stderr, once the parent process has ended or ``goes_on`` returns False.
+    """Start a thread that prints ``said`` and ends the process once its parent ends or ``goes_on`` is False.
 
     The parent may have ended before this call, during the seconds that imports take.
     """

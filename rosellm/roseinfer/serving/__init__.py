@@ -1,1 +1,1 @@
-"""Schedulers, admission, streaming: who runs when."""
+"""Schedulers, admission of requests, and streaming of their text."""

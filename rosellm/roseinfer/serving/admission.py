@@ -19,14 +19,15 @@ POLICIES = ("fifo", "pack")
 class SchedulerConfig:
     """Limits of one scheduler iteration.
 
-    max_batch_size: sequences that are active at the same time; None uses the engine's. prefill_max_batch_size
-    and prefill_token_budget: prompts and prompt tokens prefilled per iteration; the last prompt is cut at the
-    budget and continues, before others, in the next iteration (chunked prefill, arXiv:2308.16369).
-    prefill_chunk: the token budget of iterations in which requests decode, None for the same one; every
-    iteration decodes first, so no running request waits for more than one chunk of a long prompt between two
-    tokens. admission_policy: "fifo" admits strictly in order; "pack" admits the shortest prompts among the
-    first ``pack_lookahead`` waiting, with every ``fifo_every``-th round in fifo order to prevent starvation.
-    max_in_flight: waiting and active requests in total; None sets no limit.
+    max_batch_size: sequences that are active at the same time; None means the engine's limit.
+    prefill_max_batch_size and prefill_token_budget: prompts and prompt tokens prefilled per iteration; the
+    last prompt is cut at the budget and continues, before others, in the next iteration (chunked prefill,
+    arXiv:2308.16369). prefill_chunk: the token budget of iterations in which requests decode; None means
+    ``prefill_token_budget``. Every iteration decodes first, so no running request waits for more than one
+    chunk of a long prompt between two tokens. admission_policy: "fifo" admits strictly in order; "pack"
+    admits the shortest prompts among the first ``pack_lookahead`` waiting, but every ``fifo_every``-th round
+    is in fifo order to prevent starvation. max_in_flight: waiting and active requests in total; None means no
+    limit.
     """
 
     max_batch_size: int | None = None
@@ -52,14 +53,14 @@ class SchedulerConfig:
 
 
 class Room:
-    """KV blocks per layer available to one round of admission.
+    """The KV blocks that are available to one round of admission.
 
     n_active: number of running sequences. prefilling: those whose prompts are not fully cached yet. ``free``:
     blocks that are free or held only by the prefix cache, less those that ``prefilling`` will take.
 
     A request that can grow to its full length alongside all others is always admitted. Beyond that, admission
-    is optimistic, since requests may end early: the tokens to be computed need blocks, and one block per
-    running sequence stays free, so that a new one is not preempted at once.
+    is optimistic, since requests may end early: it requires blocks for the tokens to be computed, and leaves
+    one block free per running sequence, so that a new request is not preempted at once.
     """
 
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
@@ -85,11 +86,11 @@ class WaitingQueue(deque[Sequence]):
         self._limits, self._packed_rounds = limits, 0
 
     def admit(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """Remove and return requests that start now: at most ``places``, up to ``tokens`` to compute."""
+        """Remove and return the requests that start now, until ``places`` or ``tokens`` run out."""
         limits = self._limits
         packs = limits.admission_policy == "pack" and self._packed_rounds < limits.fifo_every - 1
         admitted = self._shortest(places, tokens, room) if packs else self._first(places, tokens, room)
-        if admitted:  # a round in order lasts until the head of the queue fits, so none overtakes it
+        if admitted:  # a fifo round repeats until the head of the queue fits, so none overtakes it
             self._packed_rounds = self._packed_rounds + 1 if packs else 0
         return admitted
 
@@ -100,7 +101,7 @@ class WaitingQueue(deque[Sequence]):
         return admitted
 
     def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """Admit by first fit, fewest tokens to compute first, to serve as many requests as possible."""
+        """Admit those with the fewest tokens to compute first, to serve as many requests as possible."""
         candidates = [self.popleft() for _ in range(min(self._limits.pack_lookahead, len(self)))]
         by_length = sorted(candidates, key=lambda request: request.prefill_length)
         admitted = _fill(by_length, places, tokens, room, skip=True)
@@ -110,7 +111,7 @@ class WaitingQueue(deque[Sequence]):
 
 
 def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
-    """Return the requests that fit until places or tokens run out; ``skip`` passes over those that do not."""
+    """Return requests until places or tokens run out; skip: pass over requests without room."""
     admitted: list[Sequence] = []
     for request in requests:
         if len(admitted) == places or tokens < 1:
@@ -131,7 +132,7 @@ def config_or_default(config: SchedulerConfig | None) -> SchedulerConfig:
 
 
 def batch_size_of(config: SchedulerConfig, most: int) -> int:
-    """Return the limit on active sequences; raise ``RoseError`` if it exceeds ``most``, the engine's."""
+    """Return the limit on active sequences; raise ``RoseError`` if it exceeds the engine's limit ``most``."""
     size = config.max_batch_size or most
     if size > most:
         raise RoseError(f"max_batch_size is {size}; the engine decodes at most {most} sequences together")

@@ -1,4 +1,4 @@
-"""Defer Ctrl-C to step boundaries so that a step's bookkeeping is never interrupted."""
+"""Deferral of Ctrl-C to step boundaries, so that a step's bookkeeping is never interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeldInterrupt:
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], None]]:
-    """Defer SIGINT: it raises ``KeyboardInterrupt`` only in calls of the yielded function, and on exit.
+    """Defer SIGINT: raise ``KeyboardInterrupt`` only in calls of the yielded function, and on exit.
 
     Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``.
     """

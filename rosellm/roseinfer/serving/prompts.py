@@ -1,4 +1,4 @@
-"""Prompts and their sampling parameters: brought into one form, validated, and made into sequences."""
+"""Validation of prompts and sampling parameters, and their conversion to lists and sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Convert prompts of any form to a list of texts and lists of token ids; ids are validated later."""
+    """Convert one prompt or many, of any form, to a list of texts and lists of (not yet validated) ids."""
     if isinstance(prompts, str):
         return [prompts]
     items = _as_list(prompts)
@@ -30,7 +30,7 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
 
 
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
-    """Return sampling parameters for every prompt, from one for all or one each.
+    """Return one ``SamplingParams`` per prompt, given one for all prompts or one for each.
 
     Raises ``SamplingError`` for a wrong type or number.
     """
@@ -48,7 +48,7 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
 
 
 def check_prompts(prompts: object) -> None:
-    """Raise ``PromptError`` for anything but a list of prompts."""
+    """Raise ``PromptError`` unless ``prompts`` is a list or tuple."""
     if not isinstance(prompts, (list, tuple)):
         raise PromptError(f"the prompts are {describe(prompts)}; give a list of prompts")
 
@@ -56,7 +56,7 @@ def check_prompts(prompts: object) -> None:
 def each_encoded(
     encode_many: Callable[[Sequence[str | list[int]]], list[list[int]]], prompts: Sequence[str | list[int]]
 ) -> list[list[int]]:
-    """Encode the prompts with ``encode_many``; a ``PromptError`` names the bad one of several."""
+    """Encode the prompts with ``encode_many``; a ``PromptError`` gives the bad prompt's index."""
     try:
         return encode_many(prompts)
     except PromptError:
@@ -71,7 +71,7 @@ def each_made(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
 ) -> list[T]:
-    """Call ``make`` for each prompt and its parameters; a ``PromptError`` names the bad one of several."""
+    """Call ``make`` for each prompt and its parameters; a ``PromptError`` gives the bad prompt's index."""
     made = []
     for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         with _numbered(index, len(prompts)):
@@ -81,7 +81,7 @@ def each_made(
 
 @contextmanager
 def _numbered(index: int, n_prompts: int) -> Iterator[None]:
-    """Name the prompt's index in a ``PromptError``, if there are several."""
+    """Add the prompt's index to a ``PromptError`` raised in the block, if there are several prompts."""
     try:
         yield
     except PromptError as error:

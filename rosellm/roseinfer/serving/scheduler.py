@@ -1,4 +1,4 @@
-"""The scheduler: who prefills and who decodes per iteration (continuous batching: Orca, Yu et al. 2022)."""
+"""The scheduler: which requests run in each iteration (continuous batching: Orca, Yu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rosellm.roseinfer.serving.prompts import check_prompts, each_made
 
 
 class Progress(Protocol):
-    """The part of tqdm's interface that is used."""
+    """The part of tqdm's interface that schedulers use."""
 
     total: Any
 
@@ -34,7 +34,7 @@ class Progress(Protocol):
 class Scheduler(Protocol):
     """The interface of ``OnlineScheduler`` that :func:`run_all` and a streaming manager need.
 
-    n_tokens: tokens generated so far. n_spared: unused ``max_tokens`` of requests that ended.
+    n_tokens: tokens generated so far. n_spared: ``max_tokens`` that ended requests have not used.
     """
 
     n_tokens: int
@@ -59,7 +59,7 @@ def run_all(
     params: SamplingParams | list[SamplingParams],
     progress: Progress | None = None,
 ) -> list[RequestOutput]:
-    """See ``OfflineScheduler.run``."""
+    """Run all prompts and return their results in order, as ``OfflineScheduler.run`` does."""
     with frozen_heap(), held_interrupt() as let_interrupt_through:
         ids = scheduler.add_requests(prompts, params)
         try:
@@ -79,7 +79,7 @@ def run_all(
 
 
 class ActiveView:
-    """Sequences of a step that are still in flight, with cached callbacks for each token.
+    """The sequences of a step whose requests have not ended, with the callbacks for their new tokens.
 
     step_sequences: the step's list of sequences, usually the same object step after step.
     """
@@ -94,7 +94,7 @@ class ActiveView:
 
 
 class OnlineScheduler:
-    """Continuous batching: requests may be added at any time and leave as soon as they end.
+    """A scheduler with continuous batching: requests join at any time and leave as soon as they end.
 
     If the engine's steps run ahead of the host, the host admits, decodes text and stores results meanwhile.
     When the KV cache runs out of blocks, cached prefixes are evicted first; then the youngest request is
@@ -135,7 +135,7 @@ class OnlineScheduler:
         return len(self._active) + len(self._prefilling)
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Queue one request and return its id; raises as :meth:`add_requests` does."""
+        """Queue one request and return its id; raise as :meth:`add_requests` does."""
         return self.add_requests([prompt_ids], params)[0]
 
     def add_requests(
@@ -156,7 +156,7 @@ class OnlineScheduler:
         return [self.submit(sequence) for sequence in sequences]
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence made by this engine; its ``text``, if any, follows its tokens."""
+        """Queue a sequence that this engine made, and return its request id."""
         self.engine.check_owner(self)
         sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
@@ -164,7 +164,7 @@ class OnlineScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """Run one iteration: decode, prefill a cut prompt and newly admitted ones, collect finished steps.
+        """Run one iteration: begin a decode step, begin a prefill, and collect the steps that have ended.
 
         Returns the sequences that got tokens or failed, each once, including those that ended.
         """
@@ -222,7 +222,7 @@ class OnlineScheduler:
             self.decode_steps += 1
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """Return the result of a finished request, and forget it; raises ``RoseError`` if there is none."""
+        """Return the result of a finished request, and forget it; raise ``RoseError`` if there is none."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -235,7 +235,7 @@ class OnlineScheduler:
         )
 
     def _schedule_decode(self) -> list[Sequence]:
-        """Return the sequences to decode; those that get no block for it are preempted."""
+        """Return the sequences to decode, after preempting the youngest if blocks are missing."""
         budget = self.engine.budget
         if self._active and not budget.ensure_decode(self._active):
             self._postprocess(0)  # sequences that end in the begun steps free their blocks
@@ -244,11 +244,11 @@ class OnlineScheduler:
         return self._active
 
     def _decode(self, sequences: list[Sequence]) -> int:
-        """Begin a decode step; return the number of rows it runs."""
+        """Begin a decode step; return the number of rows that it runs."""
         return self.engine.begin_decode(sequences) if sequences else 0
 
     def _schedule_prefill(self) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences to prefill, a partly prefilled one first, and the number of tokens of each."""
+        """Return the sequences to prefill, a partly prefilled one first, and how many tokens of each."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return [], []
@@ -286,10 +286,10 @@ class OnlineScheduler:
         self._waiting.appendleft(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences to prefill now and the number of tokens of each; only the last may be cut.
+        """Return the sequences to prefill now and how many tokens of each; only the last may be cut.
 
         If the engine cuts only at multiples of an alignment, the first chunk may exceed the budget by less
-        than that.
+        than one such multiple.
         """
         sequences: list[Sequence] = []
         counts: list[int] = []
@@ -309,12 +309,12 @@ class OnlineScheduler:
 
     @property
     def _prefill_budget(self) -> int:
-        """Prompt tokens per iteration."""
+        """The number of prompt tokens that this iteration may prefill."""
         whole, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         return min(whole, chunk) if self._active and chunk is not None else whole
 
     def _postprocess(self, leave: int) -> None:
-        """Record finished steps, all but the last ``leave``; update texts and finish ended sequences."""
+        """Record ended steps, waiting for all but the last ``leave``; finish ended sequences."""
         for done in self.engine.step.collect(leave):
             view = self._view
             if view is None or view.step_sequences is not done.sequences:
@@ -347,7 +347,7 @@ class OnlineScheduler:
         self._finish(active)
 
     def _finish(self, ended: list[Sequence]) -> None:
-        """Free active sequences that have a finish reason, and keep their results."""
+        """Free active sequences that have a finish reason, and store their results."""
         self._free(ended)
         for sequence in ended:
             self._store_result(sequence)
@@ -379,8 +379,8 @@ class OfflineScheduler(OnlineScheduler):
     ) -> list[RequestOutput]:
         """Run all prompts and return their results in order; the engine is reserved meanwhile.
 
-        progress: for example a tqdm bar; updated as tokens arrive, its total reduced by the unused
-        ``max_tokens`` of requests that end early. If anything raises, all requests are cancelled and
+        progress: for example a tqdm bar; it is updated as tokens arrive, and its total is reduced by the
+        ``max_tokens`` that ended requests have not used. If anything raises, all requests are cancelled and
         forgotten, and their blocks are freed. Ctrl-C takes effect at the end of a step.
         """
         self.engine.own(self, "LLM.generate")

@@ -1,4 +1,4 @@
-"""One streamed request, and the inboxes that its text goes to."""
+"""One streamed request, and the inboxes that receive its text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText, LateText
 
-# Pieces that the worker has for coroutines of each event loop.
+# Queues of coroutines, by event loop, and the pieces of text to put into them.
 Mail = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]]
 
 
 def send(mail: Mail) -> None:
-    """Hand over the pieces, waking each event loop once."""
+    """Put all pieces into their queues, waking each event loop once; empty ``mail``."""
     while mail:
         loop, pieces = mail.popitem()
         with suppress(RuntimeError):  # the loop is closed: there is no reader
@@ -34,7 +34,7 @@ def _put_all(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
 
 
 class CoroutineInbox:
-    """The inbox of one request that a coroutine of the running event loop reads."""
+    """The inbox of one request, which a coroutine of the running event loop reads."""
 
     def __init__(self, mail: Mail) -> None:
         self._mail, self._loop = mail, asyncio.get_running_loop()
@@ -53,11 +53,11 @@ class Stream:
     """One request, shared by its client and the worker; ``outcome`` is its output or its error.
 
     inbox: receives ``(request id, piece)`` for each piece of text, and ``(request id, None)`` at the end.
-    inbox_is_shared: the client gave it, and reads other requests' text there too.
+    inbox_is_shared: whether the client gave it, and may read other requests' text from it, too.
 
-    The worker alone uses the other fields, set by :meth:`start`: the request in the scheduler, its tokens and
-    the decoder of its text; how many tokens, prompt included, have been delivered; at how many the next
-    delivery is due; and whether that also waits for the reader's turn.
+    The fields that :meth:`start` sets are for the worker only. n_delivered: how many tokens, prompt included,
+    have been delivered; due: how many there must be for the next delivery; takes_turns: whether deliveries
+    also wait for the reader's turn.
     """
 
     request_id: int
@@ -77,7 +77,7 @@ class Stream:
     takes_turns: bool = False
 
     def start(self, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> None:
-        """Follow ``sequence``, whose text is decoded on delivery unless it has stop strings."""
+        """Set the worker's fields for a started request; interval: the number of tokens per delivery."""
         self.has_started, n_prompt = True, sequence.n_prompt
         self.sequence, self.tokens = sequence, sequence.tokens
         self.text = sequence.text or LateText(tokenizer, sequence.tokens, n_prompt)

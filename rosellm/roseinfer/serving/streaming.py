@@ -38,7 +38,7 @@ class WorkerError(RoseError):
 
 
 class StreamingManager:
-    """Accepts requests from any thread; one worker thread runs the engine for all of them.
+    """The streaming interface of an engine: any thread adds requests, and one worker thread runs them.
 
     engine: an ``Engine``, several as one (``Replicas``), or an ``LLM``. It is reserved until :meth:`close`;
     raises ``BusyError`` if it is already in use.
@@ -46,8 +46,8 @@ class StreamingManager:
     Coroutines read with :meth:`stream`, threads with :meth:`stream_text`; one thread can read many requests
     from an inbox. Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece
     never contains part of a stop string. Waking a thread takes time from the worker. Threads that read one
-    request each are therefore woken in turn, one per ``READER_S``: with a few readers each gets text after
-    every step, with 256 every 20 ms. Queues are unbounded: a reader that stops reading delays no other.
+    request each are therefore woken in turn, one per ``READER_S``: a few readers get text after every step,
+    256 readers every 20 ms. Queues are unbounded: a reader that stops reading delays no other.
 
     Text prompts are tokenized in the caller's thread, or by ``tokenize_workers`` threads, whose errors reach
     the reader. If the model produces no valid token for a request, its reader gets a ``SamplingError``. If
@@ -65,7 +65,7 @@ class StreamingManager:
     ) -> None:
         _check_whole("tokenize_workers", tokenize_workers, 0)
         _check_whole("stream_interval", stream_interval, 1)
-        engine = getattr(engine, "served", engine)  # that of an LLM
+        engine = getattr(engine, "served", engine)  # an LLM's engine
         if not hasattr(engine, "make_sequence"):
             raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
         if engine.tokenizer is None:
@@ -116,7 +116,7 @@ class StreamingManager:
         params: SamplingParams | list[SamplingParams],
         inbox: SimpleQueue | None = None,
     ) -> list[int]:
-        """Queue all prompts, or none, and return the requests' ids; see :meth:`add_request`.
+        """Queue all prompts, or none if :meth:`add_request` would raise for any; return the requests' ids.
 
         params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
         """
@@ -126,9 +126,9 @@ class StreamingManager:
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
     async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncGenerator[str, None]:
-        """Queue a prompt and yield its text in pieces, in an event loop; see :meth:`add_request`.
+        """Queue a prompt and yield its text in pieces, for a coroutine; raise as :meth:`add_request` does.
 
-        Closing the iterator, or cancelling its task, cancels the request. Raises the request's error.
+        Closing the iterator, or cancelling its task, cancels the request. Also raises the request's error.
         """
         inbox = CoroutineInbox(self._mail)
         request_id = self._add_one(prompt, params, inbox)
@@ -143,7 +143,7 @@ class StreamingManager:
                 del self._streams[request_id]
 
     def stream_text(self, request_id: int) -> Iterator[str]:
-        """Yield the request's text in pieces until it ends; supports one reader.
+        """Yield the request's text in pieces until it ends, for one reader only.
 
         Raises the request's error, or ``RoseError`` if it was added with an inbox.
         """
@@ -153,7 +153,7 @@ class StreamingManager:
         return self._read(stream, stream.inbox)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
-        """Wait at most ``timeout`` seconds for the request to end. Raises the request's error."""
+        """Wait at most ``timeout`` seconds for the request to end; return its output or raise its error."""
         longest = _longest_wait(timeout)
         stream = self._stream(request_id)
         if not stream.ended.wait(longest):
@@ -161,11 +161,11 @@ class StreamingManager:
         return stream.output()
 
     def metrics(self, request_id: int) -> RequestMetrics:
-        """Return the arrival time, and the delivery time of each token so far."""
+        """Return the request's arrival time, and the delivery time of each token so far."""
         return self._stream(request_id).metrics
 
     def cancel(self, request_id: int) -> bool:
-        """Request cancellation; return False if the request has ended. Its stream ends soon after."""
+        """Cancel a request, whose stream ends soon after; return False if it has already ended."""
         stream = self._stream(request_id)
         if stream.ended.is_set():
             return False
@@ -175,7 +175,7 @@ class StreamingManager:
         return True
 
     def forget(self, request_id: int) -> None:
-        """Drop the results of a finished request."""
+        """Drop the results of an ended request; raise ``RoseError`` if it has not ended."""
         stream = self._stream(request_id)
         if not stream.ended.is_set():
             raise RoseError(f"request {request_id} has not ended yet")
@@ -251,7 +251,7 @@ class StreamingManager:
     def _prepare(
         self, streams: list[Stream], prompts: list[str | list[int]], params: list[SamplingParams]
     ) -> None:
-        """Make the sequences, in a thread of the pool."""
+        """Tokenize the prompts in a thread of the pool, then let the worker start the requests."""
         try:
             self._orders.put(partial(self._start, streams, self._make_sequences(prompts, params)))
         except BaseException as error:  # even a tokenizer's panic must reach the readers
@@ -319,7 +319,7 @@ class StreamingManager:
                 self._running[self._scheduler.submit(sequence)] = stream
 
     def _deliver_due(self, sequences: list[Sequence]) -> None:
-        """Deliver the text of sequences that got tokens, and of readers whose turn it is."""
+        """After a step, finish ended requests and deliver due text, to some readers in turn."""
         if sequences is not self._sequences:  # usually the same list step after step
             self._sequences, self._stepped = sequences, [self._running[s.request_id] for s in sequences]
         now = perf_counter()
@@ -348,7 +348,7 @@ class StreamingManager:
                 self._turns -= 1
 
     def _deliver(self, stream: Stream, piece: str, now: float) -> None:
-        """Hand over the text of all tokens not yet delivered."""
+        """Put ``piece``, the text of all undelivered tokens, into the inbox; record the time ``now``."""
         length = len(stream.tokens)
         stream.metrics.token_times += (now,) * (length - stream.n_delivered)
         stream.n_delivered, stream.due = length, length + self.stream_interval
@@ -356,7 +356,7 @@ class StreamingManager:
             stream.inbox.put((stream.request_id, piece))
 
     def _finish(self, stream: Stream) -> None:
-        """Deliver the rest of an ended request, and its result."""
+        """Deliver the rest of an ended request's text, and its result."""
         sequence = stream.sequence
         self._deliver(stream, stream.text.take_last(int(sequence.finish_reason == "stop")), perf_counter())
         del self._running[sequence.request_id]

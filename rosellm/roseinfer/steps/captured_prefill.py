@@ -1,10 +1,10 @@
 """Prefill by CUDA graphs: after one copy the device caches the prompts and chooses their first tokens.
 
-There are two kinds of graph, replayed one after the other: the layers, for a bucket of tokens, and the choice
-of first tokens, for a number of places and a mode. In one graph every combination would be needed, three
-times as many as all decode steps have; a second replay is submitted while the first still runs. Few prompts
-have graphs of the layers with fewer programs, and few tokens after a long prefix have some in which attention
-takes its keys in pieces (``prefill_tiles``).
+A prefill replays two graphs: one of the layers, captured per bucket of tokens, then one that chooses first
+tokens, captured per number of places (one per sequence) and mode. Graphs that do both would be needed for
+every combination, three times as many as all decode steps have; the second replay is submitted while the
+first one runs. Some graphs of the layers have fewer attention programs, for few prompts, or split keys into
+pieces, for few tokens after a long prefix (``prefill_tiles``).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_inputs import FEW, PromptInputs, PromptLayout, Shape, Tiling
 
 CAPTURED_TOKENS = 4096
-FEW_TOKENS = 1024  # of more, a program without a tile is little beside what there is to compute
-# Sequences whose first tokens one graph chooses. The head reads all its weights for one row as for many, in
-# tiles of 16 and of 64 rows.
+FEW_TOKENS = 1024  # beyond, programs without a tile cost little
+# Numbers of sequences whose first tokens one graph chooses. The head's GEMM reads all its weights however few
+# rows there are, in tiles of 16 or 64 rows.
 PLACES = 1, 16, 64, 256
 
 
 def bucket_of(n_tokens: int) -> int:
-    """Return the number of tokens of the captured run that serves ``n_tokens``.
+    """Return the captured number of tokens to which ``n_tokens`` tokens are padded.
 
-    Powers of two up to 256, then multiples of 128, of 256 and of 512: in a large run, padding takes as long
-    as tokens do.
+    These are powers of two up to 256, then multiples of 128 up to 1,024, of 256 up to 2,048, and of 512: in a
+    large run, a padding token takes as long as a real one.
     """
     for limit, step in ((256, None), (1024, 128), (2048, 256)):
         if n_tokens <= limit:
@@ -44,15 +44,15 @@ def bucket_of(n_tokens: int) -> int:
 
 
 def places_for(n_sequences: int) -> int:
-    """Return the places of the captured run that chooses the first tokens of ``n_sequences``."""
+    """Return the captured number of places to which ``n_sequences`` first tokens are padded."""
     return next(places for places in PLACES if n_sequences <= places)
 
 
-LayerSize = tuple[int, Tiling]  # tokens, and whose tiles
+LayerSize = tuple[int, Tiling]  # number of tokens, tiling
 
 
 def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
-    """Return the captured run of the layers that serves these tokens; one in pieces has at least a tile."""
+    """Return the size of the layers' graph for a prefill; in pieces, it has at least ``BLOCK_M`` tokens."""
     tokens = bucket_of(n_tokens)
     if in_pieces:
         return max(tokens, BLOCK_M), "pieces"
@@ -60,7 +60,7 @@ def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
 
 
 def room_of(model: Transformer, most_positions: int) -> int:
-    """Return how many tiles the GPU runs at once; 0 if no prefix is long enough to cut into pieces."""
+    """Return how many attention tiles the GPU runs at once; 0 if no prefix can be long enough to split."""
     if model.device.type != "cuda" or most_positions <= LONG_PREFIX:
         return 0
     num_sms, c = torch.cuda.get_device_properties(model.device).multi_processor_count, model.config
@@ -76,20 +76,20 @@ class PromptBuffer:
         self.words = torch.zeros(layout.largest.words, dtype=torch.int32, device=device)
 
     def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
-        """Return the inputs of the layers; they lie at the same addresses for every number of places."""
+        """Return the inputs of the layers, which have the same addresses for every number of places."""
         inputs = self._inputs(self.layout.shape(tokens, self.layout.most_places))
         return replace(inputs, columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
-        """Return the inputs for choosing first tokens; they are the same for every number of tokens."""
+        """Return the inputs for choosing first tokens, with the same addresses for every number of tokens."""
         return self._inputs(self.layout.shape(1, places))
 
     def send(self, words: np.ndarray, tokens: int, places: int) -> None:
-        """Send the inputs of a run of this size."""
+        """Copy the inputs ``words`` of a run of this size to the device."""
         self.packed.send(words, self.words[self.layout.span(self.layout.shape(tokens, places))])
 
     def send_inert(self, tokens: int, places: int) -> None:
-        """Send inputs of a run that writes nothing but the spare row."""
+        """Send padding only, with which a run writes nothing but the spare row."""
         self.send(self.packed.inert(self.layout.shape(tokens, places)), tokens, places)
 
     def inertly(self, tokens: int, places: int, run: Callable[[], object]) -> None:
@@ -102,11 +102,11 @@ class PromptBuffer:
 
 
 class CapturedPrefill:
-    """Replays the work of ``packed`` from CUDA graphs, with inert tokens and places as padding.
+    """A prefill that replays the work of ``packed`` from CUDA graphs, padded with inert tokens and places.
 
     Launching the kernels of a prefill takes the host longer than running them takes the GPU. A prefill of
     more than ``most_tokens`` tokens or ``PLACES[-1]`` sequences is left to ``packed``. All graphs read one
-    buffer. room: see :func:`room_of`; with 0, keys are never cut into pieces.
+    buffer. room: the result of :func:`room_of`; with 0, tiles are never split into pieces.
     """
 
     def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0) -> None:
@@ -122,7 +122,7 @@ class CapturedPrefill:
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
 
     def takes(self, n_tokens: int, n_prompts: int) -> bool:
-        """Return whether there is a captured run for this many tokens and prompts."""
+        """Return whether graphs can serve this many tokens and prompts."""
         return n_tokens <= self.most_tokens and n_prompts <= self.layout.most_places
 
     @property
@@ -130,14 +130,14 @@ class CapturedPrefill:
         return self.buffer.layout
 
     def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
-        """See ``PackedPrefill``; what is larger than all graphs is launched from Python."""
+        """Run a prefill that is larger than all graphs, kernel by kernel, as ``packed`` does."""
         return self.packed.run(words, shape, mode)
 
     def replay(self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None) -> Tensor:
-        """Run ``words`` of ``layout.shape(tokens, places)``; what is not captured yet is captured first.
+        """Replay a prefill of inputs ``words``, laid out by ``layout.shape(tokens, places)``.
 
-        mode: for choosing first tokens, None if there are none. Capturing stages inert inputs, so nothing
-        else may be staged before it.
+        mode: the chooser's mode for first tokens; None chooses none. Returns final hidden states. Missing
+        graphs are captured first, since a capture overwrites the staged inputs.
         """
         run_layers = self._layer_run(tokens, tiling)
         choose = None if mode is None else self._token_run(places, mode)
@@ -146,14 +146,14 @@ class CapturedPrefill:
         return self._hidden if choose is None else choose()
 
     def captures(self) -> list[Callable[[], object]]:
-        """Calls that capture what is not captured yet, the largest first."""
+        """Return functions that capture the missing graphs, the largest first."""
         sizes = [size for size in self._layer_sizes() if size not in self._layer_runs]
         layer_runs = [partial(self._layer_run, *size) for size in sizes]
         missing = [kind for kind in self._token_kinds() if kind not in self._token_runs]
         return layer_runs + [partial(self._token_run, *kind) for kind in missing]
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """See ``step.Step.warm_ups``."""
+        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
         runs: list[Callable[[], object]] = []
         for size in self._layer_sizes():
             run = partial(self._run_layers, *size)
@@ -163,13 +163,13 @@ class CapturedPrefill:
         return runs
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See ``step.Step.rehearsals``."""
+        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
         return self.packed.rehearsals(n_tokens)
 
     def _layer_sizes(self) -> list[LayerSize]:
-        """Return the sizes of all captured runs of the layers, the most tokens first.
+        """Return the sizes of all graphs of the layers, the most tokens first.
 
-        Runs in pieces exist only for sizes that leave room to cut their tiles.
+        Graphs in pieces exist only for sizes whose tiles leave the GPU room for more programs.
         """
         most_in_pieces = min(self.most_tokens, (self.layout.room - 1) * BLOCK_M)
         tokens, most_prompts = range(1, self.most_tokens + 1), self.spare
@@ -178,7 +178,7 @@ class CapturedPrefill:
         return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
-        """Return places and mode of every captured choice of first tokens, the most places first."""
+        """Return places and mode of every graph that chooses first tokens, the most places first."""
         most = places_for(min(self.spare, PLACES[-1]))
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]

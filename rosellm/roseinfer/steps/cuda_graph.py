@@ -18,14 +18,14 @@ GraphPool = Any  # torch's handle
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the one stream for all captures: cuBLAS keeps 32 MiB for every stream that it is called on."""
+    """Return the one stream of all captures: cuBLAS keeps 32 MiB for every stream that it is called on."""
     return torch.cuda.Stream()
 
 
 class Graphs:
-    """Captures the runs of one engine in shared memory; ``count``: the number of graphs so far.
+    """The CUDA graphs of one engine, which share a memory pool; ``count``: their number so far.
 
-    Graphs run one after the other: each keeps its own outputs, but may reuse another's intermediates.
+    They run one after the other: each keeps its outputs, but may overwrite another one's intermediates.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Graphs:
         return len(self._captured)
 
     def capture(self, run: Callable[[], T], warm_up: Callable[[], object] | None) -> Callable[[], T]:
-        """See :func:`record_graph`."""
+        """Capture ``run`` into a new graph, as :func:`record_graph` does, with the shared memory pool."""
         graph = torch.cuda.CUDAGraph()
         self._captured.append(graph)
         return record_graph(run, warm_up, self._pool, graph)
 
     def reset(self) -> None:
-        """Destroy all graphs; call it before the communicators they have captured are destroyed."""
+        """Destroy all graphs; call this before the communicators that they captured are destroyed."""
         for graph in self._captured:
             graph.reset()
 
@@ -62,8 +62,9 @@ def record_graph(
     """Capture ``run`` in a CUDA graph; return a function that replays it and returns the captured outputs.
 
     warm_up: runs the same kernels before the capture, which compiles and tunes them; None if all have run
-    before. graph: captures into this empty graph. Other threads may use CUDA during the capture. Unlike
-    ``torch.cuda.graph``, this neither waits for the device nor returns unused memory to it.
+    before. pool: a memory pool that the graph shares, or None. graph: an empty graph to capture into, or None
+    for a new one. Other threads may use CUDA during the capture. Unlike ``torch.cuda.graph``, this neither
+    waits for the device nor returns unused memory to it.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Log-probabilities of new tokens, if requested: found on the device after a step, and read later."""
+"""Log-probabilities of new tokens, if requested: computed on the device after a step, and read later."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIZES = 1, 16, 64  # rows of a run; more rows take several, so that their logits
 
 
 class LogprobRing:
-    """``likely_tokens`` of the latest rounds of every row, ``[ROUNDS, S, W]`` on the device.
+    """The results of ``likely_tokens`` for the latest steps of every row: ``[ROUNDS, S, W]`` on the device.
 
-    Those of a row's round r are at ``[r % ROUNDS, row]``, like its token in the state's ring. Runs of their
-    own find them, so that a step without such requests has no kernel more. logits: final
-    hidden states ``[n, C]`` of that dtype → ``[n, V]``. graphs: captures the runs; None: each kernel is
-    launched from Python.
+    The result of a row's r-th step is at ``[r % ROUNDS, row]``, like its token in the ring of the state.
+    Separate runs compute it, so a step without such requests has no extra kernel. logits: maps final hidden
+    states ``[n, C]`` of ``dtype`` to logits ``[n, V]``. graphs: captures the runs; None launches each kernel
+    from Python.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class LogprobRing:
         self._runs: dict[int, Callable[[], object]] = {}
 
     def begin(self, hidden: Tensor, places: np.ndarray, slots: np.ndarray, rounds: np.ndarray) -> None:
-        """After tokens were chosen from rows ``places [n]`` of hidden ``[m, C]``, by rows ``slots [n]``.
+        """Start computing results for a step's new tokens, without waiting for the device.
 
-        rounds ``[n]``: of these rows, when the step began. Nothing waits for the device.
+        The token of state row ``slots[i]`` was chosen from row ``places[i]`` of hidden ``[m, C]``; its round
+        was ``rounds[i]`` when the step began.
         """
         for first in range(0, len(places), SIZES[-1]):
             part = slice(first, first + SIZES[-1])
@@ -59,18 +60,18 @@ class LogprobRing:
             run()
 
     def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
-        """``[n, W]`` on the CPU; their step has ended, and steps begun since are not waited for."""
+        """Return results ``[n, W]`` of ended steps, on the CPU, without waiting for steps begun since."""
         with torch.cuda.stream(self._stream):
             places = torch.from_numpy(np.stack((rounds, indices))).to(self._words.device)
             return self._words[places[0], places[1]].cpu()
 
     def captures(self) -> list[Callable[[], object]]:
-        """See ``step.Step.captures``; the largest first."""
+        """Return functions that capture the missing graphs, the largest first."""
         sizes = SIZES if self._graphs is not None else ()
         return [partial(self._run, size) for size in reversed(sizes) if size not in self._runs]
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """See ``step.Step.warm_ups``."""
+        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
         sizes = SIZES if self._graphs is not None else ()
         return [partial(self._find_inert, size) for size in sizes]
 
@@ -83,7 +84,7 @@ class LogprobRing:
         return self._runs[size]
 
     def _send(self, size: int, *columns: np.ndarray) -> Tensor:
-        """Places, slots and rounds, ``[3, size]``; unused places are inert."""
+        """Send places, slots and rounds, padded with inert entries; return them as ``[3, size]``."""
         host = self._staging.host(3, size)
         host[:, : len(columns[0])] = columns
         host[:, len(columns[0]) :] = [[0], [0], [ROUNDS]]

@@ -30,9 +30,9 @@ from rosellm.roseinfer.steps.prompt_inputs import (
 
 
 class PackedPrefill:
-    """Caches packed prompts, with one kernel a layer that attends and writes keys and values.
+    """A prefill of packed prompts, with one kernel per layer that attends and writes keys and values.
 
-    state: its last row is a spare one, written by unused places. layers_for: number of tokens → layers.
+    state: its last row is a spare one, written by unused places. layers_for: returns the layers for n tokens.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class PackedPrefill:
         self.spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
 
     def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
-        """Cache the tokens of ``words [shape.words]``; choose first tokens unless ``mode`` is None.
+        """Cache the tokens of inputs ``words [shape.words]``; choose first tokens unless ``mode`` is None.
 
-        Returns final hidden states: ``[places, C]`` of last tokens if any are chosen from, else ``[N, C]``.
+        Returns final hidden states: those of each place's last token, ``[places, C]``, if first tokens are
+        chosen, else those of all tokens, ``[N, C]``.
         """
         inputs = PromptInputs.of(self.send(words), shape)
         hidden = self.layers(inputs)
@@ -69,25 +70,25 @@ class PackedPrefill:
         return []
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See ``step.Step``."""
+        """Return a function that runs a prefill of ``n_tokens`` in every mode, with inert inputs."""
         return [partial(self._rehearse, n_tokens)]
 
     def inert(self, shape: Shape) -> np.ndarray:
-        """Return inputs ``[shape.words]`` of a run that writes nothing but the spare row."""
+        """Return inputs ``[shape.words]`` with which a run writes nothing but the spare row."""
         words, columns = np.zeros(shape.words, np.int32), tile_columns([], [], None, BLOCK_M)
         fill_inputs(PromptInputs.of(words, shape), NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
         return words
 
     def send(self, words: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """Send the inputs in one copy, into ``out`` if given."""
+        """Copy the inputs to the device at once, into ``out`` if given; return the device tensor."""
         return self._staging.put(words).send(out)
 
     def layers(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Tensor:
-        """Run the model: final hidden states ``[N, C]``. in_pieces: see ``Tiles``."""
+        """Run the layers; return final hidden states ``[N, C]``. in_pieces: whether tiles may be split."""
         return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs, in_pieces))
 
     def bind(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Attend:
-        """Return the attention of these tokens, which also caches them."""
+        """Return the attention of these tokens, which also writes their keys and values to the cache."""
         tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces), self.model.config
         table = self.state.of(inputs.rows).table
 
@@ -109,7 +110,7 @@ class PackedPrefill:
         return attend
 
     def first_tokens(self, inputs: PromptInputs[Tensor], hidden: Tensor, mode: str) -> Tensor:
-        """Write the rows, choose their tokens, advance them; return hidden states ``[B, C]``."""
+        """Write the state rows, choose their first tokens, advance them; return hidden states ``[B, C]``."""
         chosen = hidden[inputs.last]
         self.state.rows.index_copy_(0, inputs.slots, inputs.rows)
         self.next_tokens(chosen, self.state.of(inputs.rows), mode, self.state, inputs.slots)

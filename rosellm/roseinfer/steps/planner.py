@@ -1,6 +1,6 @@
 """The host's plan of the resident step: which sequence has which row, and how many tokens it has cached.
 
-Integers only: the device changes only by calls of :class:`worker.Worker`.
+It holds integers only; all device work is done by calls of :class:`worker.Worker`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Row:
 
 
 class Batch(NamedTuple):
-    """Rows of one step, their sequences, and their indices ``[n]`` when it began."""
+    """The rows of one step, their sequences, and the rows' indices ``[n]`` when the step began."""
 
     rows: list[Row]
     sequences: list[Sequence]
@@ -41,9 +41,9 @@ NO_ROWS = Batch([], [], np.zeros(0, np.int64))
 
 
 def batch_bucket(batch: int) -> int:
-    """Return the captured batch size that serves ``batch``.
+    """Return the captured batch size to which a batch of ``batch`` rows is padded.
 
-    Powers of two to 8, then multiples of 8 to 64, of 32 to 256 and of 128.
+    These are powers of two up to 8, then multiples of 8 up to 64, of 32 up to 256, and of 128.
     """
     for limit, step in ((8, None), (64, 8), (256, 32)):
         if batch <= limit:
@@ -52,7 +52,7 @@ def batch_bucket(batch: int) -> int:
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Return the captured batch sizes that serve 1 to ``most``."""
+    """Return the captured batch sizes for 1 to ``most`` rows, the smallest first."""
     buckets = [1]
     while buckets[-1] < most:
         buckets.append(batch_bucket(buckets[-1] + 1))
@@ -60,7 +60,7 @@ def batch_buckets(most: int) -> list[int]:
 
 
 def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
-    """Write the blocks of each sequence into its row of ``table``; entries past them keep their values."""
+    """Write each sequence's block ids into its row of ``table``; entries past them keep their values."""
     for row, sequence in zip(table, sequences, strict=False):
         ids = sequence.block_ids
         row[: len(ids)] = ids
@@ -69,9 +69,9 @@ def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
 class Planner:
     """The rows of the device state, as they will be once all begun steps have ended.
 
-    width: blocks in a row's table. ring: see ``DeviceState``. call: ``Worker.call``, on
-    every rank. left: tokens that a row may still be asked for; position: cached tokens; reserved:
-    tokens with reserved KV slots; round: its place in the ring. Each is int64 ``[S]``.
+    width: the length of a row's block table. ring: that of ``DeviceState``. call: ``Worker.call``, on every
+    rank. left: how many tokens a row may still generate; position: how many of its tokens are cached;
+    reserved: how many have KV slots; round: its number of steps, modulo ``ROUNDS``; each int64 ``[S]``.
     """
 
     def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlocks, call: Call) -> None:
@@ -80,7 +80,7 @@ class Planner:
         self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
-        self._free = list(range(n_rows))  # a heap: the lowest index first
+        self._free = list(range(n_rows))  # min-heap
         self._left_behind: set[int] = set()  # released while the device may still run them
         self._running: Batch | None = None
 
@@ -104,12 +104,12 @@ class Planner:
             )
 
     def batch(self, sequences: list[Sequence]) -> Batch:
-        """Return the rows of ``sequences``; each has one."""
+        """Return the rows of ``sequences``, each of which must have one."""
         rows = [self._row_of[sequence] for sequence in sequences]
         return Batch(rows, sequences, np.array([row.index for row in rows], np.int64))
 
     def running(self) -> Batch:
-        """Return the rows that may be asked for a token, in order; the same object until that changes."""
+        """Return the rows that may generate a token, by index; the same object until these change."""
         if self._running is None:
             self._compact()
             indices = np.flatnonzero(self.left > 0)
@@ -118,7 +118,7 @@ class Planner:
         return self._running
 
     def attach(self, sequences: list[Sequence], positions: list[int]) -> np.ndarray:
-        """Assign or rewrite rows of sequences with ``positions[i]`` cached tokens; return indices ``[n]``.
+        """Write a row for each sequence, with ``positions[i]`` cached tokens; return the indices ``[n]``.
 
         The token at a sequence's position is the input of its next step.
         """
@@ -127,7 +127,7 @@ class Planner:
         return indices
 
     def assign(self, sequences: list[Sequence], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Like :meth:`attach`, but return indices ``[n]`` and fields ``[n, FIELDS]``, not sent yet."""
+        """Like :meth:`attach`, but send nothing; return indices ``[n]`` and fields ``[n, FIELDS]``."""
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
         indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
         self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
@@ -141,7 +141,7 @@ class Planner:
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def free(self, row: Row) -> None:
-        """Free a row on the host only; its sequence has ended on the device, too (else :meth:`release`)."""
+        """Free a row on the host only; on the device it is inert, since its sequence has ended there, too."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
@@ -149,22 +149,22 @@ class Planner:
         self._running = None
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's row, if it has one; :meth:`deactivate` updates the device."""
+        """Free the sequence's row, if it has one, on the host; :meth:`deactivate` updates the device."""
         row = self._row_of.get(sequence)
         if row is not None:
             self._left_behind.add(row.index)
             self.free(row)
 
     def deactivate(self) -> None:
-        """Make inert on the device the rows that were released and not reassigned."""
+        """Make the rows that were released and not reassigned inert on the device."""
         if self._left_behind:
             self._call("deactivate_rows", np.array(list(self._left_behind), np.int32))
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
-        """Reserve blocks for the rows whose next token has none.
+        """Reserve KV slots for the rows whose next token has none.
 
-        Raises ``KVCacheExhausted`` before the step begins; rows that got theirs keep it.
+        Raises ``KVCacheExhausted``, before the step begins; slots reserved until then are kept.
         """
         short = np.flatnonzero(self.position[batch.indices] >= self.reserved[batch.indices])
         if not short.size:
@@ -180,7 +180,7 @@ class Planner:
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
     def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
-        """Record the start of a step that gives each row of ``batch`` a token; ran: all rows that it runs."""
+        """Record the start of a step that gives each row of ``batch`` a token; ran: indices it runs on."""
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         self.position[batch.indices] += 1
         self.left[batch.indices] -= 1
@@ -188,7 +188,7 @@ class Planner:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
-        """Return each row's token of the latest finished step."""
+        """Return the token that each row got in its latest step, which must have ended."""
         return self._ring[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
@@ -198,7 +198,7 @@ class Planner:
         return self._row_of[sequence]
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
-        """Reserve the rest of the row's last block, or a new block, but no more than the sequence needs."""
+        """Reserve the rest of a row's last block, or a new block, but no more than the sequence needs."""
         reserved = int(self.reserved[index])
         room = self.blocks.block_size - reserved % self.blocks.block_size
         n_tokens = min(room, sequence.max_length - 1 - reserved)
@@ -206,7 +206,7 @@ class Planner:
         self.reserved[index] += n_tokens
 
     def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> None:
-        """Send fields (none or all) and tables of these rows in one copy."""
+        """Send the block tables of these rows, and their fields ``[n, 0 or FIELDS]``, in one copy."""
         n, n_fields = fields.shape
         words = np.zeros((n, 1 + n_fields + self.width), np.int32)
         words[:, 0] = indices
@@ -215,7 +215,7 @@ class Planner:
         self._call("write_rows", words, n_fields)
 
     def _compact(self) -> None:
-        """Move the last rows into free ones if a smaller bucket is then enough."""
+        """Move the last rows to free indices if a smaller captured batch size is then enough."""
         taken = np.flatnonzero(self.left > 0)
         if not taken.size or batch_bucket(int(taken[-1]) + 1) == batch_bucket(len(taken)):
             return
@@ -225,7 +225,7 @@ class Planner:
             self._move(*np.array(moves).T)
 
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Move rows to other places; each place keeps its own round."""
+        """Move rows to other indices, on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
         for column in (self.left, self.position, self.reserved):
             column[targets] = column[sources]

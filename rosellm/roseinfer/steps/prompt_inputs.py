@@ -19,8 +19,8 @@ from rosellm.roseinfer.steps.planner import write_tables
 
 A = TypeVar("A", Tensor, np.ndarray)
 ALIGNED = 4  # words
-# Whose tiles a captured run of the layers has programs for: as many prompts as there may be, FEW at most, or
-# pieces of tiles. A program without a tile does nothing, but takes its turn on the GPU.
+# What a graph of the layers has attention programs for: the tiles of any number of prompts, the tiles of at
+# most FEW prompts, or pieces of tiles. A program without a tile does nothing, but takes its turn on the GPU.
 Tiling = Literal["many", "few", "pieces"]
 FEW = 16
 
@@ -28,7 +28,7 @@ FEW = 16
 class Chunks(NamedTuple):
     """Chunks of prompts in packed order, those that complete their prompts first.
 
-    starts, counts: cached and new tokens of each; n_whole: how many complete their prompts.
+    starts, counts: numbers of cached and new tokens of each; n_whole: how many complete their prompts.
     """
 
     sequences: list[Sequence]
@@ -56,7 +56,7 @@ NO_SLOTS, NO_FIELDS = np.zeros(0, np.int64), np.zeros((0, FIELDS), np.int32)
 
 
 class Shape(NamedTuple):
-    """Sizes of a prefill's inputs: tokens, tiles of attention, places (a sequence each), words of a row."""
+    """The sizes of a prefill's inputs: tokens, attention tiles, places (a sequence each), words per row."""
 
     tokens: int
     tiles: int
@@ -65,12 +65,12 @@ class Shape(NamedTuple):
 
     @property
     def spans(self) -> list[slice]:
-        """The slice of the buffer that each part of the inputs takes, in order."""
+        """The slice of the buffer for each part of the inputs, in order."""
         return _layout(self)[0]
 
     @property
     def place_words(self) -> int:
-        """The number of words of the places, which come first."""
+        """The number of words of all places, which precede the tokens."""
         return self.spans[3].start
 
     @property
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 
 @lru_cache(1024)
 def _layout(shape: Shape) -> tuple[list[slice], int]:
-    """Return the slices of a shape's parts, and the end of the last one."""
+    """Return the slices of a shape's parts, and the number of words in all."""
     n, tiles, places, row_words = shape
     sizes = 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
     *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
@@ -89,10 +89,10 @@ def _layout(shape: Shape) -> tuple[list[slice], int]:
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """Where captured runs of up to ``most_tokens`` tokens and ``most_places`` prompts read their inputs.
+    """The layout of every captured run's inputs in one buffer, for at most these tokens and places.
 
     The tokens of every run begin at the same address, right after its places; only the part that a run uses
-    is sent. room: the tiles, or pieces of tiles, of runs that cut them; 0 if none does.
+    is sent. room: number of tiles, or pieces of tiles, in runs that split tiles; 0 if no run does.
     """
 
     most_tokens: int
@@ -101,7 +101,7 @@ class PromptLayout:
     row_words: int
 
     def shape(self, tokens: int, places: int) -> Shape:
-        """Return a run's shape with the most tiles its tokens can need, however many prompts they span."""
+        """Return a run's shape, with as many tiles as its tokens can need for any number of prompts."""
         tiles = _most_tiles(tokens, self.most_places)
         return Shape(tokens, max(tiles, self.room), places, self.row_words)
 
@@ -115,11 +115,11 @@ class PromptLayout:
         return self.shape(self.most_tokens, self.most_places)
 
     def table_rows(self, places: int) -> range:
-        """Return the rows of the block tables, as the layers see them, that the run's places have."""
+        """Return the rows of the layers' block table that a run with ``places`` places uses."""
         return range(self.most_places - places, self.most_places)
 
     def n_tiles(self, tokens: int, tiling: Tiling) -> int:
-        """Return the number of programs per head of the attention kernel."""
+        """Return the number of programs per head that the attention kernel is launched with."""
         return (
             self.room
             if tiling == "pieces"
@@ -134,13 +134,13 @@ def _most_tiles(tokens: int, prompts: int) -> int:
 
 @dataclass(frozen=True)
 class PromptInputs(Generic[A]):
-    """Views of the parts of one int32 buffer, in their order.
+    """The inputs of a packed prefill, as views of consecutive parts of one int32 buffer.
 
     For each place: last ``[B]`` int64, the index of its last token among the packed ones; slots ``[B]``
     int64, its row of the device state; rows ``[B, FIELDS + W]``, the new contents of that row. Then ids and
     positions ``[N]``, and columns ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no
     rows, positions of −1, and places whose slot is the state's spare row. Each part starts at a multiple of
-    16 bytes, whatever the shape: Triton compiles a kernel again for pointers that do not.
+    16 bytes, whatever the shape: Triton recompiles a kernel for pointers that are aligned otherwise.
     """
 
     last: A
@@ -167,10 +167,10 @@ def fill_inputs(
     fields: np.ndarray,
     spare: int,
 ) -> None:
-    """Fill every part of ``inputs``.
+    """Fill every part of ``inputs``, including the padding.
 
-    slots ``[n]``, fields ``[n, FIELDS]``: of the chunks that complete their prompts. columns: see
-    ``prefill_tiles.tile_columns``. spare: the state's row for places without a first token.
+    columns: the result of ``prefill_tiles.tile_columns``. slots ``[n]``, fields ``[n, FIELDS]``: the state
+    rows of the chunks that complete their prompts. spare: the state row of places without a first token.
     """
     _fill_tokens(inputs, chunks)
     inputs.columns[:, : columns.shape[1]] = columns

@@ -19,18 +19,18 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 class Prompts(Protocol):
-    """Caches chunks of prompts; a sequence then fully cached gets a row and its first token."""
+    """The part of a step that caches chunks of prompts and gives complete ones a row and a first token."""
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
         """Reserve slots for ``counts[i]`` more tokens of sequence i, and cache them.
 
-        Returns the rows of the sequences that are now fully cached; they have the first rows of the worker's
-        hidden states. The caller updates ``num_cached_tokens``.
+        Returns the rows of the sequences that are then fully cached, in the order of the worker's hidden
+        states. The caller updates ``num_cached_tokens``.
         """
 
 
 class PackedPrompts:
-    """Packs the prompts of a step into one array without padding, the input of the worker's prefill."""
+    """The :class:`Prompts` that packs chunks into one array, without padding, for the worker's prefill."""
 
     def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
         self.planner, self.worker, self._call = planner, worker, call
@@ -39,7 +39,7 @@ class PackedPrompts:
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """See :class:`Prompts`; a prefill larger than all captured ones is launched kernel by kernel."""
+        """Reserve slots and cache the chunks; a prefill larger than all graphs runs kernel by kernel."""
         with profile_range(PREFILL_RANGE):
             chunks = self.reserved(sequences, counts)
             captured = self._captured
@@ -50,7 +50,7 @@ class PackedPrompts:
             return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """Return the chunks, with slots for their tokens and for the rest of a prompt's last block."""
+        """Reserve slots for the chunks and the rest of a completed prompt's last block; return the chunks."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
@@ -59,7 +59,7 @@ class PackedPrompts:
         return chunks
 
     def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
-        """Return into how many pieces to cut each chunk's tiles; None if all stay whole."""
+        """Return the number of pieces into which each chunk's tiles are split; None if all stay whole."""
         return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, self.n_heads, self.window)
 
     def mode_of(self, chunks: Chunks) -> str | None:
@@ -68,7 +68,7 @@ class PackedPrompts:
         return self.worker.next_tokens.chooser.mode(params) if params else None
 
     def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
-        """Assign rows to the prompts that are complete; return all inputs ``[shape.words]`` int32."""
+        """Assign rows to the completed prompts; return all inputs ``[shape.words]`` int32."""
         whole = chunks.whole
         slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
         words = np.zeros(shape.words, np.int32)
@@ -91,7 +91,7 @@ class PackedPrompts:
 
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
-    """Return the slots to reserve beyond the last chunk: the rest of its block that the sequence needs."""
+    """Return how many slots to reserve after a prompt: those in its last block that the sequence needs."""
     n_tokens = sequence.num_cached_tokens + count
     if n_tokens < sequence.prefill_length:
         return 0

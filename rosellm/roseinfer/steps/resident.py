@@ -37,7 +37,7 @@ Kind = Literal["prefill", "decode"]
 
 
 class SamplingPlan(NamedTuple):
-    """How a batch is sampled: the chooser's mode, and which sequences requested log-probabilities."""
+    """How a batch is sampled: the chooser's mode; asking: indices of sequences that request logprobs."""
 
     batch: Batch
     mode: str
@@ -46,7 +46,7 @@ class SamplingPlan(NamedTuple):
 
 @dataclass(slots=True)
 class _Begun:
-    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end."""
+    """A step in flight; rounds: its rows' rounds; since, clock: when the previous step and this one end."""
 
     kind: Kind
     batch: Batch
@@ -57,10 +57,10 @@ class _Begun:
 
 
 class ResidentStep:
-    """Plans on the host, runs on the device, and collects tokens later; for one engine and one thread.
+    """The step that is planned on the host, runs on the device, and delivers its tokens later.
 
-    planner: which sequence has which row and blocks. prompts: caches prompts and chooses their first tokens.
-    worker: runs on the device; call: ``worker.call`` on every rank of ``group``.
+    It serves one engine, in one thread. planner: assigns rows and blocks to sequences. prompts: caches
+    prompts and chooses their first tokens. worker: runs on the device; call: ``worker.call``, on every rank.
     """
 
     run_ahead = RUN_AHEAD
@@ -76,11 +76,11 @@ class ResidentStep:
         self._clock = worker.clock()
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._plan = self._plan_of(NO_ROWS)
-        self._latest: tuple[list[Sequence], Batch] | None = None  # who got tokens, from which hidden states
+        self._latest: tuple[list[Sequence], Batch] | None = None  # sequences with tokens, their hidden states
 
     @classmethod
     def on(cls, worker: Worker, model: Transformer, group: Group = ALONE) -> Self:
-        """Build the step that plans for ``worker`` and for the workers of the other ranks of ``group``."""
+        """Build the step that plans for ``worker`` and for the workers of all other ranks of ``group``."""
         call = group.on_all(worker.call)
         ring, (n_rows, width) = worker.state.ring.numpy(), worker.state.table.shape
         planner = Planner(n_rows, width, ring, worker.blocks, call)
@@ -89,7 +89,7 @@ class ResidentStep:
         return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of sequence i; give those now complete a row and their next token.
+        """Cache ``counts[i]`` more tokens of sequence i; give fully cached ones a row and their next token.
 
         Raises ``OptionError``, and begins nothing, if there are not enough free rows.
         """
@@ -108,14 +108,14 @@ class ResidentStep:
         self.planner.advance(batch, batch.indices)
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step; return the number of rows that it advances: 0 if every last token is in flight."""
+        """Begin a decode step; return how many rows it advances: 0 if all last tokens are in flight."""
         batch = self._to_run(sequences)
         if batch.rows:
             self._begin_step(sequences, batch)
         return len(batch.rows)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Wait until at most ``leave`` steps are in flight; commit and yield what has ended, in order."""
+        """Wait until at most ``leave`` steps are in flight; commit and yield ended steps, in order."""
         while True:
             while self._ended:
                 yield self._ended.popleft()
@@ -137,32 +137,32 @@ class ResidentStep:
         return self._call("logits", np.array([place[s] for s in sequences if s in place]))
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
-        """See :class:`step.Step`; on every rank."""
+        """Compile the kernels and capture the graphs on every rank, as :func:`step.warm_up` does."""
         self._call("warm_up", rows, n_tokens)
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
+        """Return functions that capture the missing graphs on this rank."""
         return self.worker.captures(rows)
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
+        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
         return self.worker.warm_ups(rows)
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
+        """Return the functions of :meth:`captures` that take the most memory."""
         return self.worker.largest_captures()
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
+        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
         return self.worker.rehearsals(n_tokens)
 
     @property
     def n_captured(self) -> int:
-        """See :class:`step.Step`."""
+        """The number of CUDA graphs captured so far."""
         return self.worker.n_captured
 
     def _to_run(self, sequences: list[Sequence]) -> Batch:
-        """Bring the rows of ``sequences`` up to date; return those that a step would advance."""
+        """Bring the rows of ``sequences`` up to date; return the batch that a step would advance."""
         if sequences is not self._listed:
             self._reconcile(sequences)
         if not self._begun:
@@ -187,7 +187,7 @@ class ResidentStep:
             self._latest = sequences, batch
 
     def _variant(self, rows: int, batch: Batch) -> str:
-        """Return the attention variant for the numbers of tokens that the batch has cached."""
+        """Return the attention variant for the numbers of cached tokens in the batch."""
         cached = self.planner.position[batch.indices]
         return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
 
@@ -197,14 +197,14 @@ class ResidentStep:
         return SamplingPlan(batch, mode, asking)
 
     def _find_logprobs(self, plan: SamplingPlan, places: np.ndarray) -> None:
-        """Find the requested log-probabilities; places ``[n]``: the batch's rows of the hidden states."""
+        """Start computing the requested log-probabilities; places ``[n]``: the batch's hidden-state rows."""
         if plan.asking.size:
             indices = plan.batch.indices[plan.asking]
             inputs = np.stack((places[plan.asking], indices, self.planner.round[indices]))
             self._call("find_logprobs", inputs)
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
-        """Make ``sequences`` the ones that have rows: release all others, and attach those without a row."""
+        """Release the rows of all sequences but these, and give rows to those that have none."""
         wanted, planner = set(sequences), self.planner
         others = [s for s in planner.sequences if s not in wanted]
         if others:
@@ -237,20 +237,20 @@ class ResidentStep:
             self._settle(leave=ROUNDS // 2)
 
     def _note(self, kind: Kind, plan: SamplingPlan) -> None:
-        """Keep a step, whose work has just been submitted to the device, among those in flight."""
+        """Record a step, which has just been submitted to the device, as one in flight."""
         since, self._clock = self._clock, self.worker.clock()
         rounds = self.planner.round[plan.batch.indices]
         self._begun.append(_Begun(kind, plan.batch, rounds, since, self._clock, bool(plan.asking.size)))
 
     def _settle(self, leave: int = 0) -> None:
-        """Wait until at most ``leave`` steps are in flight, and commit the tokens of those that ended."""
+        """Wait until at most ``leave`` steps are in flight; commit the tokens of the ended ones."""
         while len(self._begun) > leave:
             self._begun[0].clock.wait()
             self._check()
             self._ended.append(self._commit(self._begun.popleft()))
 
     def _commit(self, begun: _Begun) -> Done:
-        """Move tokens from the ring to their sequences; sequences released meanwhile get none."""
+        """Copy a step's tokens from the ring to its sequences, except those released meanwhile."""
         rows, sequences, indices = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
@@ -265,7 +265,7 @@ class ResidentStep:
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
     def _give_logprobs(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
-        """Give sequences the log-probabilities of new tokens; live: indices of rows not released since."""
+        """Give sequences in ``got`` the requested log-probabilities; live: indices of rows not released."""
         sequences = begun.batch.sequences
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
         own = [sequences[i] for i in there]

@@ -30,26 +30,25 @@ def profile_range(name: str) -> AbstractContextManager[object]:
 
 
 class Warmable(Protocol):
-    """An object that can be warmed up: a step, or the part of it that has graphs."""
+    """The interface of what can be warmed up: a step, or the part of a step that has graphs."""
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return a call for each graph that is not captured yet; the call captures it.
+        """Return functions that capture one missing graph each.
 
-        rows: if given, only graphs of decode steps of that many sequences.
+        rows: if given, only the graphs of decode steps that serve this many sequences.
         """
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return calls that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
+        """Return functions that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return calls that run every kernel of a prefill of ``n_tokens`` uncaptured, with inert inputs.
+        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs.
 
-        They compile the kernels and take as much memory as a prefill does. Empty if the step has no such
-        runs.
+        They compile the kernels of a prefill and take as much memory. The list may be empty.
         """
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Return the calls of :meth:`captures` that take the most memory, in every mode."""
+        """Return the functions of :meth:`captures` that take the most memory, in every mode."""
 
     @property
     def n_captured(self) -> int:
@@ -57,10 +56,10 @@ class Warmable(Protocol):
 
 
 class Step(Warmable, Protocol):
-    """Runs the prefills and decode steps that an engine asks for; their tokens may arrive later.
+    """The interface by which an engine runs prefills and decode steps, whose tokens may arrive later.
 
-    The caller has made room in the cache; the step reserves the blocks it writes to. ``run_ahead``: how many
-    begun steps a scheduler leaves unfinished; a sequence may be in one more than that.
+    The caller has made room in the cache; the step reserves the blocks it writes to. run_ahead: how many
+    begun steps a scheduler leaves unfinished; a sequence may be in one more.
     """
 
     run_ahead: int
@@ -68,11 +67,11 @@ class Step(Warmable, Protocol):
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """Cache ``counts[i]`` more tokens of sequence i; one that is then fully cached gets its next token.
 
-        On return ``num_cached_tokens`` of the other sequences has advanced.
+        On return, the ``num_cached_tokens`` of all other sequences have advanced.
         """
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin one more token for each sequence; return the number of rows that run.
+        """Begin a step that gives each sequence one more token; return the number of rows that it runs.
 
         Sequences whose last token is in flight are left out. A list that is passed again must not have been
         modified in between.
@@ -81,14 +80,14 @@ class Step(Warmable, Protocol):
     def collect(self, leave: int = 0) -> Iterator[Done]:
         """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
 
-        Before a step is yielded, its tokens are committed to those of its sequences that are not released.
+        A step's tokens are committed before it is yielded, except those of released sequences.
         """
 
     def release(self, sequence: Sequence) -> None:
         """Give the sequence no further token: it has ended or is abandoned, and its blocks will be freed."""
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
-        """See :func:`warm_up`."""
+        """Compile the kernels and capture the graphs, as :func:`warm_up` does."""
 
     def last_logits(self) -> Tensor:
         """Return logits ``[B, V]`` of the latest step begun, one row per sequence that gets a token."""

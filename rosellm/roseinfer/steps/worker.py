@@ -1,4 +1,4 @@
-"""The device's side of the resident step: state, layers, the choice of tokens, and their CUDA graphs.
+"""The device side of the resident step: its state, layers, choice of tokens, and CUDA graphs.
 
 Rank 0's planner calls a worker's methods by name, with numbers, strings and arrays; every rank has a worker,
 which runs the same calls in the same order. Nothing here waits for the device.
@@ -33,7 +33,7 @@ StepKey = tuple[int, str, str]  # rows, the chooser's mode, attention's variant
 
 
 class Clock:
-    """The time at which a step ends on the device; on a CPU, the time of the call."""
+    """The time at which the device ends all work submitted so far; on a CPU, the time of construction."""
 
     __slots__ = ("_event", "_time")
 
@@ -57,11 +57,12 @@ class Clock:
 
 
 class Worker:
-    """Runs a planner's calls on the rows of ``state``, whose last row is a spare one that padding writes.
+    """The device side of a planner, which runs its calls on the rows of ``state``.
 
-    counts ``[S, V]`` int32: see ``TokenCounts``. layers_for: rows → layers. bind: state and variant →
-    attention that appends. graphs: captures the runs; None: each kernel is launched from Python. prompts:
-    caches packed prompts. ``hidden``: the final hidden states from which the latest step chose its tokens.
+    state: its last row is a spare one, written by padding. counts ``[S, V]`` int32: the table of
+    ``TokenCounts``. layers_for: returns the layers for n rows. bind: returns the attention of a state and a
+    variant, which also appends. graphs: captures the runs; None launches each kernel from Python. prompts:
+    caches packed prompts. hidden: the final hidden states from which the latest step chose its tokens.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class Worker:
         self._every_row = torch.arange(self.n_rows, device=self.device)
         self._staging = StagingBuffer(self.device, torch.int32)
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
-        self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
+        self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by bucket
         self.hidden: Tensor | None = None
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run the method ``name``; its arguments are numbers, strings and arrays, for other ranks too."""
+        """Run the method ``name``; its arguments, which ranks exchange, are numbers, strings and arrays."""
         return getattr(self, name)(*arguments)
 
     # Called by name, on every rank.
 
     @torch.inference_mode()
     def write_rows(self, words: np.ndarray, n_fields: int) -> None:
-        """Write ``words [n, 1 + n_fields + W]``: each row's index, its last fields and its block table."""
+        """Write ``words [n, 1 + n_fields + W]``: a row's index, last ``n_fields`` fields and block table."""
         sent = self._staging.put(words).send()
         columns = self.state.rows[:, FIELDS - n_fields : FIELDS - n_fields + words.shape[1] - 1]
         columns.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
@@ -110,7 +111,7 @@ class Worker:
 
     @torch.inference_mode()
     def move_rows(self, indices: np.ndarray) -> None:
-        """Move rows ``indices[0]`` to ``indices[1]``; each place keeps its own round."""
+        """Move rows ``indices[0]`` to ``indices[1]``, which keep their own rounds."""
         source, target = self._staging.put(indices).send().long()
         rounds = self.state.rounds[target]
         self.state.rows[target] = self.state.rows[source]
@@ -119,7 +120,7 @@ class Worker:
 
     @torch.inference_mode()
     def write_counts(self, words: np.ndarray, n: int) -> None:
-        """Overwrite rows ``words[:n]`` of ``counts`` by the rows, tokens and numbers that follow."""
+        """Clear rows ``words[:n]`` of ``counts``; write the entries that follow, by row, token and value."""
         sent = self._staging.put(words).send()
         place, token, number = sent[n:].view(3, -1)
         self.counts.index_fill_(0, sent[:n].long(), 0)
@@ -127,42 +128,42 @@ class Worker:
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """See ``KVBlocks.copy_block``."""
+        """Copy the keys and values of block ``source`` to block ``target``, in every layer."""
         self.blocks.copy_block(source, target)
 
     @torch.inference_mode()
     def decode(self, rows: int, mode: str, variant: str) -> None:
-        """Advance the first ``rows`` rows, a captured number of them, by one token."""
+        """Advance the first ``rows`` rows, a captured batch size, by one token."""
         self.hidden = self.step(rows, mode, variant)()
 
     @torch.inference_mode()
     def prefill(self, words: np.ndarray, shape: Shape, mode: str | None) -> None:
-        """Cache packed prompts, kernel by kernel; mode: for first tokens, None if there are none."""
+        """Cache packed prompts, kernel by kernel; mode: the chooser's, or None without first tokens."""
         self._keep(self.prompts.run(words, shape, mode), mode)
 
     @torch.inference_mode()
     def captured_prefill(
         self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
     ) -> None:
-        """Like :meth:`prefill`, by two graphs; what is not captured yet is captured first."""
+        """Cache packed prompts by replaying two graphs, which are captured first if missing."""
         assert isinstance(self.prompts, CapturedPrefill)
         self._keep(self.prompts.replay(words, tokens, tiling, places, mode), mode)
 
     @torch.inference_mode()
     def find_logprobs(self, inputs: np.ndarray) -> None:
-        """Find log-probabilities; inputs ``[3, n]``: rows of ``hidden``, rows of the state, rounds."""
+        """Start computing logprobs; inputs ``[3, n]``: rows of ``hidden``, rows of the state, rounds."""
         assert self.hidden is not None
         self.logprobs.begin(self.hidden, *inputs)
 
     @torch.inference_mode()
     def logits(self, rows: np.ndarray) -> Tensor:
-        """Return logits ``[n, V]`` of rows ``[n]`` of ``hidden``, computed again."""
+        """Recompute and return the logits ``[n, V]`` of rows ``[n]`` of ``hidden``."""
         assert self.hidden is not None
         return self.next_tokens.chooser.logits(self.hidden[torch.from_numpy(rows).to(self.device)])
 
     @torch.inference_mode()
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
-        """See ``step.warm_up``."""
+        """Compile the kernels and capture the graphs on this rank, as :func:`step.warm_up` does."""
         warm_up(self, rows, n_tokens, self.device)
 
     # Called by this rank only.
@@ -174,15 +175,15 @@ class Worker:
         self.hidden = hidden
 
     def clock(self) -> Clock:
-        """Return a clock that stops when the device has finished all work so far."""
+        """Return a clock that stops when the device has finished all work submitted so far."""
         return Clock(self.device.type == "cuda")
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """Return the attention variant for ``rows`` contexts, the longest and their mean in tokens."""
+        """Return the attention variant for ``rows`` contexts with this longest and mean length in tokens."""
         return self.bind.variant(rows, longest, mean)
 
     def step(self, rows: int, mode: str, variant: str) -> Callable[[], Tensor]:
-        """Return a function that runs a step, or replays its graph, capturing it first if needed."""
+        """Return a function that runs a decode step, or replays its graph, which is captured if missing."""
         key = rows, mode, variant
         if key not in self._steps:
             run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), mode, variant)
@@ -192,7 +193,7 @@ class Worker:
         return self._steps[key]
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See ``step.Step``; the largest steps come first, so that smaller ones fit into their memory."""
+        """Return functions that capture missing graphs, the largest first: smaller ones reuse its memory."""
         if self.graphs is None:
             return []
         keys = [key for bucket in self._buckets(rows) for key in self._keys(bucket) if key not in self._steps]
@@ -202,7 +203,7 @@ class Worker:
         return self.prompts.captures() + steps + self.logprobs.captures()
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See ``step.Step``."""
+        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
         if self.graphs is None:
             return []
         steps: list[Callable[[], object]] = [partial(self._run_idle, n) for n in self._buckets(rows)]
@@ -211,16 +212,16 @@ class Worker:
         return self.prompts.warm_ups() + steps + self.logprobs.warm_ups()
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """See ``step.Step``."""
+        """Return the functions of :meth:`captures` that take the most memory."""
         return self.prompts.captures()[:1] + self.captures(self.n_rows) + self.logprobs.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See ``step.Step``."""
+        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
         return self.prompts.rehearsals(n_tokens)
 
     @property
     def n_captured(self) -> int:
-        """See ``step.Step``."""
+        """The number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.count
 
     def _keep(self, hidden: Tensor, mode: str | None) -> None:
@@ -228,12 +229,12 @@ class Worker:
             self.hidden = hidden
 
     def _buckets(self, rows: int | None) -> list[int]:
-        """Return the row counts of captured steps, largest first; rows: only the one that serves them."""
+        """Return the captured batch sizes, largest first, or only the one that serves ``rows``."""
         buckets = batch_buckets(self.n_rows) if rows is None else [batch_bucket(rows)]
         return sorted({min(bucket, self.n_rows) for bucket in buckets}, reverse=True)
 
     def _keys(self, bucket: int) -> list[StepKey]:
-        """Return the steps of a bucket: one for each mode and attention variant."""
+        """Return the keys of a bucket's steps, one for each mode and attention variant."""
         return [(bucket, mode, v) for v in self.variants(bucket) for mode in self.next_tokens.chooser.modes]
 
     def variants(self, rows: int) -> list[str]:
@@ -249,7 +250,7 @@ class Worker:
             self._choose(hidden[0], idle, mode)
 
     def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
-        """Run the variant and the mode that no step of the bucket has had yet, with inert rows."""
+        """Run, with inert rows, this variant and mode if no captured step of the bucket has run them."""
         idle, met = self._idle.first(bucket), [key[1:] for key in self._steps if key[0] == bucket]
         if variant not in [known for _, known in met]:
             self._warm_hidden[bucket] = self._hidden(idle, variant)
