@@ -1,1 +1,1 @@
-"""The museum of the ladder: decode steps driven by the host, ``dense`` to ``one_table``, each an override."""
+"""Earlier decode steps, kept for comparison: those driven by the host, and the first two resident ones."""

@@ -1,7 +1,8 @@
-"""The first rung, and the base class of all steps driven by the host: reserve, stage, run, append, sample.
+"""The first rung, which is also the base class of all decode steps driven by the host.
 
-A step gives each of B sequences one new token. Attention reads the cache and the new token; the new keys and
-values are written to the cache after the model has run.
+A step gives each of B sequences one new token: it reserves slots, stages inputs, runs the model, appends, and
+samples. Attention reads the cache and the new token; the new keys and values are written to the cache after
+the model has run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DecodeOutputs:
 
 
 class Dense:
-    """A decode step driven by the host; see :class:`Step`. Each later rung overrides a few methods.
+    """A decode step driven by the host, with the interface of ``Step``; later rungs override a few methods.
 
     When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
     most_rows: the maximum number of sequences in a step.
@@ -75,7 +76,7 @@ class Dense:
         self.model, self.blocks, self.kernels, self.most_rows = model, blocks, kernels, most_rows
         self.max_blocks = blocks_for(max_model_len, blocks.block_size)
         self.prefill = Prefill(model, blocks, blocks.pool_of)
-        self.tables_of: dict[int, list[Table]] = {}  # in each pool, by request
+        self.tables_of: dict[int, list[Table]] = {}  # a request's table in each pool
         self._ended: deque[Done] = deque()
         self._logits: Tensor | None = None
         self.prepare()
@@ -85,7 +86,7 @@ class Dense:
 
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Advance every sequence by one token; returns what :func:`commit_tokens` returns."""
+        """Advance every sequence by one token; return those that got a token, and those that failed."""
         with profile_range(STEP_RANGE):
             slots, tables = self.reserve(sequences)
             inputs = self.stage(sequences, tables)
@@ -142,9 +143,9 @@ class Dense:
         return DecodeOutputs(self.model.logits(hidden), keys, values)
 
     def attention(self, inputs: DecodeInputs) -> Attend:
-        """Gather past keys and values into dense ``[B, H_kv, L, D]`` tensors, and apply masked attention.
+        """Return masked attention over past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors.
 
-        Does not use torch's fused attention, which may choose a backend that plans again for every new
+        Torch's fused attention is not used, since it may choose a backend that plans again for every new
         length; here the length changes at every step.
         """
         blocks, scale = self.blocks, self.model.config.scale
@@ -182,7 +183,7 @@ class Dense:
         values: list[Tensor],
         slots: list[Slots],
     ) -> None:
-        """Make index tensors of batch row, block and position per pool; call ``kernel`` once per layer."""
+        """Make each pool's index tensors of rows, blocks and positions; call ``kernel`` once per layer."""
         batch_idx = list(range(len(slots[0].pos)))
         rows = chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots)
         tensors = self.index_tensors(rows, dtype)
@@ -192,7 +193,7 @@ class Dense:
             kernel(**operands, batch_idx=rows_of, block_idx=block_idx, pos=pos)
 
     def index_tensors(self, rows: Iterable[list[int]], dtype: torch.dtype) -> list[Tensor]:
-        """Return a new device tensor for each list of integers, each by a pageable copy of its own."""
+        """Return a new device tensor for each list of integers, each sent by its own pageable copy."""
         return [torch.tensor(row, dtype=dtype).to(self.model.device) for row in rows]
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
@@ -218,7 +219,7 @@ class Dense:
 
     @torch.inference_mode()
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """See :class:`Step`."""
+        """Cache ``counts[i]`` more tokens of sequence i; fully cached sequences get their next token."""
         start, others = perf_counter(), range(1, len(self.blocks.pools))
         for s in sequences:
             self.tables_of.setdefault(s.request_id, [s.block_ids, *([] for _ in others)])
@@ -235,14 +236,14 @@ class Dense:
         self._ended.append(Done("prefill", got, perf_counter() - start, failed))
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """See :class:`Step`."""
+        """Give each sequence one more token; return the number of sequences."""
         start = perf_counter()
         got, failed = self.decode(sequences)
         self._ended.append(Done("decode", got, perf_counter() - start, failed))
         return len(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """See :class:`Step`; every step has already ended."""
+        """Yield every step that was not yet yielded; ``leave`` has no effect, since all have ended."""
         while self._ended:
             yield self._ended.popleft()
 
@@ -253,27 +254,27 @@ class Dense:
             pool.release(table)
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`; nothing is captured."""
+        """Return an empty list, since nothing is captured."""
         return []
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`; there are none, since each capture compiles and tunes its own kernels."""
+        """Return an empty list, since each capture compiles and tunes its own kernels."""
         return []
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """See :class:`Step`."""
+        """Return a list of the first of :meth:`captures`, which takes the most memory, if there is one."""
         return self.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See :class:`Step`; there are none, since a prefill has no padding to run with."""
+        """Return an empty list, since a prefill has no inert inputs to run on."""
         return []
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
-        """See :class:`Step`."""
+        """Capture the graphs of decode steps of ``rows`` sequences, or all graphs if ``rows`` is None."""
         warm_up(self, rows, n_tokens, self.model.device)
 
     def last_logits(self) -> Tensor:
-        """See :class:`Step`."""
+        """Return logits ``[B, V]`` of the latest step; raise ``RoseError`` if there was none."""
         if self._logits is None:
             raise RoseError("no step has been begun; there are no logits yet")
         return self._logits
@@ -282,10 +283,10 @@ class Dense:
 def dense_mask(
     context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return the mask ``[B, max_context + 1]``: 0 for tokens to attend to, otherwise the lowest number.
+    """Return the mask ``[B, max_context + 1]``: 0 for tokens to attend to, else the dtype's lowest number.
 
-    Takes five operators: ``arange``, a comparison with the lengths, a column of ones for the new token, a
-    cast, and the conversion into numbers that are added to scores.
+    This takes five operators: ``arange``, a comparison with the lengths, a column of ones for the new token,
+    a cast, and the conversion into numbers that are added to scores.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]

@@ -1,4 +1,4 @@
-"""The rungs of the museum by name: what each changes, what it supports, and how its step is built."""
+"""The earlier rungs by name: what each changes, what it supports, and how its step is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.step import Step
 
 FIRST = "dense"
-# What each axis is there, in the order in which the ladder changes them.
+# The first rung's variant on each axis, in the order in which the ladder changes them.
 AXES = {
     "attention": "dense",
     "mask": "dense",
@@ -41,7 +41,7 @@ AXES = {
     "all_reduce": "library",
     "exhibit": "none",
 }
-# The rungs above it: name, base rung, and the axis that changes.
+# The rungs above the first: name, base rung, and the axis that changes.
 CHANGES = (
     ("paged", "dense", {"attention": "paged"}),
     ("no_mask", "paged", {"mask": "none"}),
@@ -77,7 +77,7 @@ STEPS: dict[str, type[Dense]] = {
 
 @dataclass(frozen=True)
 class MuseumRung(Rung):
-    """A rung of the museum. ``axes`` describe it in tables and records; they have no effect."""
+    """An earlier rung of the ladder; ``axes`` describe it in tables and records, but have no effect."""
 
     name: str
     axes: tuple[tuple[str, str], ...]
@@ -91,18 +91,18 @@ class MuseumRung(Rung):
         return self.name not in STEPS
 
     def as_dict(self) -> dict[str, str]:
-        """See :class:`Rung`."""
+        """Return every axis of the ladder with this rung's variant."""
         return dict(self.axes)
 
     def check_ranks(self, n_ranks: int) -> None:
-        """See :class:`Rung`."""
+        """Raise ``RecipeError`` for more than one rank, which needs a later rung."""
         if n_ranks > 1:
             raise RecipeError(
                 f"tensor_parallel_size {n_ranks} needs rung 'fused_append' or a later one, not {self.name!r}"
             )
 
     def check_request(self, params: SamplingParams) -> None:
-        """See :class:`Rung`."""
+        """Raise ``SamplingError`` if a rung driven by the host gets more parameters than a temperature."""
         if self.name in STEPS and (asked := beyond_temperature(params)):
             raise SamplingError(
                 f"rung {self.name!r} generates greedily or by temperature, without {asked}; "
@@ -110,13 +110,13 @@ class MuseumRung(Rung):
             )
 
     def invariant(self) -> Rung:
-        """See :class:`Rung`."""
+        """Raise ``RecipeError``: no earlier rung has a fixed summation order."""
         raise RecipeError(f"deterministic=True needs rung 'small_gemm' or a later one, not {self.name!r}")
 
     def build_cache(
         self, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype
     ) -> PooledBlocks | None:
-        """Build the KV cache ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``; None: use the product's cache."""
+        """Return a cache of ``sizes`` (L, N_BLOCKS, H_kv, BLOCK_SIZE, D), or None for that of later rungs."""
         if self.name not in STEPS:
             return None
         step = STEPS[self.name]
@@ -131,7 +131,7 @@ class MuseumRung(Rung):
         max_model_len: int,
         parts: Callable[[], dict[str, Any]],
     ) -> Step:
-        """Build the rung's step. parts: called only for a resident step, to build its parts."""
+        """Build the rung's step; parts: returns a worker's arguments, called only for resident steps."""
         if self.name in STEPS:
             return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
         return getattr(resident, self.name)(model, kernels, parts())

@@ -17,7 +17,7 @@ from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.cache.kv_blocks import blocks_for, zeros_on
 
 Table = list[int]
-Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, rows that need a block
+Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, rows that need a new block
 
 
 class Slots(NamedTuple):
@@ -38,7 +38,7 @@ class KVBlockInfo(NamedTuple):
 
 @dataclass(slots=True)
 class MutableKVBlockInfo:
-    """The same fields, but ``length`` is incremented in place; read it first if you need the old value."""
+    """A :class:`KVBlockInfo` whose ``length`` is incremented in place."""
 
     pool: int
     block_index: int
@@ -57,7 +57,7 @@ class TuplePool:
         self.free = list(range(n_blocks - 1, -1, -1))
 
     def reserve_tokens(self, tables: list[Table]) -> Slots:
-        """Reserve a slot for one token of every row. Raises ``KVCacheExhausted`` before anything changes."""
+        """Reserve a slot for one token of every row, or raise ``KVCacheExhausted`` and change nothing."""
         if len(tables) > len(self.free):
             self._check_room(sum(self.tokens_in(table) % self.block_size == 0 for table in tables))
         block_idx, pos, full = self.advance(tables)
@@ -66,7 +66,7 @@ class TuplePool:
         return Slots(block_idx, pos)
 
     def advance(self, tables: list[Table]) -> Advanced:
-        """Add a token to the last block of every row; return the rows whose last block has no room."""
+        """Add a token to each row's last block; return blocks, positions, and rows that need a new block."""
         infos, block_idx, pos, full = self.infos, [0] * len(tables), [0] * len(tables), []
         for row, table in enumerate(tables):
             info = infos[table[-1]] if table else None
@@ -78,7 +78,7 @@ class TuplePool:
         return block_idx, pos, full
 
     def reserve_prompt(self, table: Table, n_tokens: int) -> None:
-        """Reserve slots for ``n_tokens`` more tokens of one sequence. Raises ``KVCacheExhausted``."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence, or raise ``KVCacheExhausted``."""
         room = -self.tokens_in(table) % self.block_size
         self._check_room(blocks_for(max(n_tokens - room, 0), self.block_size))
         if room and n_tokens:
@@ -114,12 +114,12 @@ class TuplePool:
 
 
 class SlotPool(TuplePool):
-    """A pool whose entries for blocks are incremented in place."""
+    """A pool that increments the entry of a block in place."""
 
     new_info = MutableKVBlockInfo
 
     def advance(self, tables: list[Table]) -> Advanced:
-        """Like :meth:`TuplePool.advance`; the position is read before the increment."""
+        """Do the same as :meth:`TuplePool.advance`, but increment lengths in place, after reading them."""
         infos, block_idx, pos, full = self.infos, [0] * len(tables), [0] * len(tables), []
         for row, table in enumerate(tables):
             info = infos[table[-1]] if table else None
@@ -132,10 +132,10 @@ class SlotPool(TuplePool):
 
 
 class PooledBlocks:
-    """K and V of all layers ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with pools that always change alike.
+    """The caches of all layers, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with pools that are all used alike.
 
     The engine counts the blocks of the first pool only; the ``block_ids`` of a sequence are its table there.
-    pool_of: the pool of each layer.
+    sizes: the shape of each cache. kind: the class of the pools. pool_of: the pool of each layer.
     """
 
     def __init__(

@@ -22,17 +22,17 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Prefill:
-    """Runs the model on chunks of prompts, and writes keys and values to slots that the caller reserved."""
+    """A prefill that runs the model on chunks of prompts, and fills slots that the caller has reserved."""
 
     def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlocks, pool_of: list[int]) -> None:
         self.model, self.blocks, self.pool_of = model, blocks, pool_of
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int], tables: list[list[Table]]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of sequence i.
+        """Cache ``counts[i]`` more tokens of sequence i, without updating its ``num_cached_tokens``.
 
-        Returns the final hidden states ``[n, C]`` of the sequences that are now fully cached. tables: the
-        blocks as ``[pool][row]``. Does not update ``num_cached_tokens`` of the sequences.
+        Returns the final hidden states ``[n, C]`` of the sequences that are now fully cached, at their last
+        token. tables: the blocks as ``[pool][row]``.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             return self._run(sequences, [s.num_cached_tokens for s in sequences], counts, padded(tables))
@@ -72,7 +72,7 @@ class Prefill:
 
 
 class PrefixAttention:
-    """Lets new tokens attend to the cached prefix of their sequence, and causally to each other."""
+    """An ``Attend`` from new tokens to the cached prefix of their sequence, and causally to each other."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The first two resident rungs, which differ from the product in their prefill and their append."""
+"""The first two resident rungs, which differ from later ones in their prefill and their append."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 class AppendThenAttend(Binder):
-    """Runs two kernels per layer: one stores the new keys and values, the other is paged attention."""
+    """A binder of two kernels per layer: one stores new keys and values, the other is paged attention."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         kernels, blocks = self.kernels, self.blocks
@@ -48,14 +48,14 @@ class AppendThenAttend(Binder):
 
 
 class PaddedPrompts:
-    """Runs prompts from Python: the prefill, the copy of rows to the device, and the choice of tokens."""
+    """A prefill launched from Python: it runs prompts, copies rows to the device, and chooses tokens."""
 
     def __init__(self, prefill: Prefill, planner: Planner, worker: Worker) -> None:
         self.prefill, self.planner, self.worker = prefill, planner, worker
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """See :class:`prompts.Prompts`."""
+        """Cache ``counts[i]`` more tokens of sequence i; return the rows of fully cached sequences."""
         for sequence, count in zip(sequences, counts, strict=True):
             self.planner.blocks.reserve_prompt(sequence.block_ids, count)
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
@@ -68,7 +68,7 @@ class PaddedPrompts:
 
 
 class NothingCaptured:
-    """Replaces the packed prefill of a worker that has none; nothing is captured or warmed up."""
+    """A replacement for the packed prefill of a worker that has none; nothing is captured or warmed up."""
 
     def captures(self) -> list[Callable[[], object]]:
         return []
@@ -81,13 +81,13 @@ class NothingCaptured:
 
 
 def packed_prefill(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """Build the product's step, with a separate kernel for the append."""
+    """Build the step of later rungs, with a separate kernel for the append."""
     bind = AppendThenAttend(kernels, parts["blocks"], model)
     return ResidentStep.on(Worker(**parts | {"bind": bind}), model)
 
 
 def resident_step(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """Build the same step, with prompts that run through the plain model."""
+    """Build the step of :func:`packed_prefill`, but run prompts through the plain model."""
     blocks = parts["blocks"]
     replaced = {"bind": AppendThenAttend(kernels, blocks, model), "prompts": NothingCaptured()}
     worker = Worker(**parts | replaced)

@@ -25,12 +25,12 @@ from rosellm.roseinfer.steps.step import profile_range
 SWITCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND"
 MIN_BATCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 DEFAULT_MIN_BATCH = 128
-INT32S_PER_ROW_NUMBER = 2  # ``index_copy_`` wants int64
+INT32S_PER_ROW_NUMBER = 2  # ``index_copy_`` takes int64
 Tensors = list[Tensor]  # one per layer, [B, H_kv, D]
 
 
 class Paged(Dense):
-    """Reads the paged cache in the attention kernel (see ``rosetrainer.paged_attention``)."""
+    """A step whose attention kernel reads the paged cache (``rosetrainer.paged_attention``)."""
 
     def attention(self, inputs: DecodeInputs) -> Attend:
         blocks, config = self.blocks, self.model.config
@@ -52,21 +52,21 @@ class Paged(Dense):
 
 
 class NoMask(Paged):
-    """Builds no mask, since paged attention needs only the context lengths."""
+    """A step without a mask, since paged attention needs only the context lengths."""
 
     def build_mask(self, context_lens: Tensor, max_context: int) -> None:
         return None
 
 
 class PinnedH2D(NoMask):
-    """Writes the tables of all pools into a reused pinned buffer, and sends them in one async copy."""
+    """A step that writes all tables into a reused pinned buffer, and sends them in one async copy."""
 
     def prepare(self) -> None:
         super().prepare()
         self.staging = StagingBuffer(self.model.device, torch.int32)
 
     def stage_tables(self, tables: list[list[Table]]) -> Tensor:
-        """``tables[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]``."""
+        """Send ``tables[pool][row]`` to the device as ``[POOLS, B, MAX_BLOCKS]``."""
         with profile_range(BUILD_RANGE):
             fill_tables(self.staging.host(len(tables), len(tables[0]), self.max_blocks), tables)
         with profile_range(H2D_RANGE):
@@ -74,14 +74,14 @@ class PinnedH2D(NoMask):
 
 
 class Autotune(PinnedH2D):
-    """The engine chooses the autotuned attention kernel; the step is the same."""
+    """The step of :class:`PinnedH2D`, with an autotuned attention kernel, which the engine chooses."""
 
 
 class CudaGraph(PinnedH2D):
-    """Replays one CUDA graph per batch bucket, with inputs in static buffers; on a CPU, runs eagerly.
+    """A step that replays one CUDA graph per batch bucket, from static input buffers.
 
-    Padding rows have context length 0 and write nothing to the cache. Outputs are views that the next run
-    overwrites.
+    On a CPU it runs eagerly. Padding rows have context length 0 and write nothing to the cache. Outputs are
+    views that the next run overwrites.
     """
 
     def prepare(self) -> None:
@@ -113,7 +113,7 @@ class CudaGraph(PinnedH2D):
         self.captured[bucket] = static, replay
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`Step`; the largest bucket first."""
+        """Return a call for each graph that is not captured yet, the largest bucket first."""
         if self.graphs is None:
             return []
         buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
@@ -122,12 +122,12 @@ class CudaGraph(PinnedH2D):
 
     @property
     def n_captured(self) -> int:  # type: ignore[override]
-        """See :class:`Step`."""
+        """The number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.count
 
 
 class TritonAppend(CudaGraph):
-    """Stores new tokens by one kernel per layer, in batches of at least ``append_from`` rows."""
+    """A step that stores new tokens by one kernel per layer, for at least ``append_from`` rows."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -143,7 +143,7 @@ class TritonAppend(CudaGraph):
 
 
 class FullBatch(TritonAppend):
-    """Passes the position as an argument if it is the same in all rows; needs no row or position tensors."""
+    """A step that passes the position as an int if all rows share it, without row or position tensors."""
 
     def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         if not have_one_position(slots):
@@ -155,7 +155,7 @@ class FullBatch(TritonAppend):
 
 
 class IdentityPos(FullBatch):
-    """Lets program b handle row b, each with its own position; needs no row tensors."""
+    """A step whose append kernel handles row b, at its own position, in program b: no row tensors."""
 
     def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         if have_one_position(slots):
@@ -169,13 +169,13 @@ class IdentityPos(FullBatch):
 
 
 class MutableBlockInfo(IdentityPos):
-    """Increments the entry of a block in place, instead of making a new tuple."""
+    """A step whose pools increment the entry of a block in place, instead of making a new tuple."""
 
     pool_kind = SlotPool
 
 
 class ReusedIndexBuffers(MutableBlockInfo):
-    """Sends all lists of a step in one copy, from a reused pinned buffer to a reused device buffer."""
+    """A step that sends all index lists in one copy, from a reused pinned to a reused device buffer."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -194,7 +194,7 @@ class ReusedIndexBuffers(MutableBlockInfo):
 
 
 class ResidentTables(ReusedIndexBuffers):
-    """Keeps tables on the device; a step sends only the rows that have changed."""
+    """A step that keeps tables on the device, and sends only the rows that have changed."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -203,7 +203,7 @@ class ResidentTables(ReusedIndexBuffers):
         self.sent: list[list[Table]] = [[] for _ in range(pools)]  # copies of what the device's rows hold
 
     def stage_tables(self, tables: list[list[Table]]) -> Tensor:
-        """``tables[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]``, which the next call overwrites."""
+        """Return ``tables[pool][row]`` as ``[POOLS, B, MAX_BLOCKS]``, which the next call overwrites."""
         batch = len(tables[0])
         with profile_range(BUILD_RANGE):
             if batch > self.resident.shape[1]:
@@ -245,7 +245,7 @@ class ResidentTables(ReusedIndexBuffers):
 
 
 class OneTable(ResidentTables):
-    """Uses one pool for all layers: block i is block i of every layer, and is allocated once."""
+    """A step with one pool for all layers: block i is block i of every layer, and is allocated once."""
 
     @staticmethod
     def pool_of(n_layers: int) -> list[int]:
@@ -267,14 +267,14 @@ def have_one_position(slots: list[Slots]) -> bool:
 
 
 def stacked(inputs: DecodeInputs) -> Tensor:
-    """Return the tables as one tensor ``[POOLS, B, MAX_BLOCKS]``, as rungs with graphs already have them."""
+    """Return the tables as one tensor ``[POOLS, B, MAX_BLOCKS]``, the form they have in rungs with graphs."""
     return cast(Tensor, inputs.tables)
 
 
 def append_from_environment() -> int | None:
     """Return the smallest batch size that appends by kernel: 128 by default, None for never.
 
-    Set by ROSELLM_TRITON_KV_APPEND (0 or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH.
+    ROSELLM_TRITON_KV_APPEND (0 or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH set it. Raises ``RecipeError``.
     """
     switch = os.environ.get(SWITCH_VARIABLE, "1")
     if switch not in ("0", "1"):

@@ -28,19 +28,19 @@ def kv_append_ref(
     block_idx: Tensor,
     pos: Tensor,
 ) -> None:
-    """Reference: two gathers and two scatters. Index tensors may be int32 or int64."""
+    """Copy token i from row ``batch_idx[i]`` to its slot (torch reference); indices may be int32 or int64."""
     k_cache_layer[block_idx, :, pos] = key_new.index_select(0, batch_idx)
     v_cache_layer[block_idx, :, pos] = value_new.index_select(0, batch_idx)
 
 
 def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """Like :func:`kv_append_ref` for rows 0..B-1 in order, without a gather; ``pos``: a tensor or an int."""
+    """Copy rows 0..B-1 in order to their slots (torch reference); ``pos`` is a tensor, or an int for all."""
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 
 
 def kv_append_live_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """Like :func:`kv_append_rows_ref`, but skip inert rows, whose block is negative."""
+    """Copy rows 0..B-1 in order (torch reference), except inert rows, whose block is negative."""
     live = block_idx >= 0
     k_cache_layer[block_idx[live], :, pos[live]] = key_new[live]
     v_cache_layer[block_idx[live], :, pos[live]] = value_new[live]
@@ -51,7 +51,7 @@ def _copy_token(
     k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, source_row, block, pos, new_stride,
     H_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy the ``H_KV * D`` elements of one token's key and value into its slot."""
+    """Copy the ``H_KV * D`` elements of one token's key and value into its slot; skip a negative block."""
     element = tl.arange(0, WIDTH)
     mask = element < tl.where(block >= 0, H_KV * D, 0)
     head = element // D
@@ -101,7 +101,7 @@ def _kv_append_identity_pos_kernel(
 
 
 def kv_append_triton(*, k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos) -> None:
-    """Run :func:`kv_append_ref` in one kernel: any subset of ``key_new``'s rows, each to its own slot."""
+    """Append any subset of ``key_new``'s rows, each to its own slot, in one kernel."""
     indices, constants = (batch_idx, block_idx, pos), _constants(k_cache_layer)
     _kv_append_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, *indices, key_new.stride(0), **constants
@@ -119,7 +119,7 @@ def kv_append_triton_full_batch(*, k_cache_layer, v_cache_layer, key_new, value_
 def kv_append_triton_identity_pos(
     *, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos
 ) -> None:
-    """Append rows 0..B-1 in order, each at its slot ``pos[b]``; skips rows with a negative block."""
+    """Append rows 0..B-1 in order, each at its slot ``pos[b]``, except rows with a negative block."""
     constants = _constants(k_cache_layer)
     _kv_append_identity_pos_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, key_new.stride(0), **constants

@@ -33,7 +33,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files ordered by path; no file, and no copy of one, is in both splits."""
+    """Training and validation files, ordered by path; no file, and no copy of one, is in both."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
@@ -72,7 +72,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
 
 
 def is_validation(path: str) -> bool:
-    """Return whether the file at ``path`` (relative, forward slashes) is held out, by the path's SHA-256."""
+    """Return whether ``path`` (relative, forward slashes) is in the validation split, by its SHA-256."""
     draw = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
     return draw < VALIDATION_SHARE * 2**32
 

@@ -35,11 +35,12 @@ def paged_attention_decode_ref(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Reference in plain torch, in fp32 arithmetic.
+    """Attend with each sequence's new token to its cache and itself (torch reference, in fp32 arithmetic).
 
     q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens
     ``[B]`` int32 (0 allowed) → ``[B, H, D]`` in q's dtype. Table entries past a sequence's context may hold
-    anything. window: number of tokens that each query attends to, including the new one; None: all.
+    anything. scale: factor on the scores. window: tokens that each query attends to, including the new one;
+    None: all.
     """
     held = held_slots(block_table, context_lens, k_cache_layer, None if window is None else window - 1)
     k = torch.cat((held.gather(k_cache_layer), k_new[:, :, None].float()), dim=2)  # [B, H_kv, S + 1, D]
@@ -49,7 +50,7 @@ def paged_attention_decode_ref(
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """Where each row's cached tokens are, in every layer: in the first ``width`` slots of N blocks.
+    """The locations of each row's cached tokens in any layer: the first ``width`` slots of N blocks.
 
     index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``: which of the S = N *
     width slots hold a token that the row attends to.
@@ -68,10 +69,9 @@ class HeldSlots:
 def held_slots(
     block_table: Tensor, context_lens: Tensor, cache_layer: Tensor, last: int | None = None
 ) -> HeldSlots:
-    """Return where each row's tokens are; arguments as in :func:`paged_attention_decode_ref`, for any layer.
+    """Return where each row's tokens are in any layer; arguments as in :func:`paged_attention_decode_ref`.
 
-    last: how many of a row's last tokens are seen; None: all. Table entries of blocks without a seen token
-    may hold anything.
+    last: how many of a row's last tokens are seen; None: all. Entries of unseen blocks may hold anything.
     """
     _, n_kv_heads, block_size, _ = cache_layer.shape
     longest, device = max(int(context_lens.max()), 0), context_lens.device
@@ -89,7 +89,10 @@ def held_slots(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Attend with q ``[B, H, D]`` to k and v ``[B, H_kv, S, D]`` fp32 where seen ``[B, 1, 1, S]`` → as q."""
+    """Return the attention of q ``[B, H, D]`` to k and v ``[B, H_kv, S, D]`` fp32, in q's shape and dtype.
+
+    seen ``[B, 1, 1, S]`` bool: which keys are attended to. scale: factor on the scores.
+    """
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
     return F.scaled_dot_product_attention(grouped, k, v, seen, scale=scale).reshape(q.shape).to(q.dtype)
 
@@ -101,7 +104,7 @@ def _paged_attention_decode_kernel(
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
+    """Attend with a query head per program, by an online softmax (Milakov & Gimelshein 2018) over blocks."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
@@ -143,8 +146,8 @@ def make_fixed_paged_attention_decode(
 ) -> Callable[..., Tensor]:
     """Return the Triton version of :func:`paged_attention_decode_ref`, at one launch configuration.
 
-    Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
-    contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
+    Caches and block_table rows are contiguous. q, k_new and v_new may be slices of a fused projection (rows
+    strided, ``[H, D]`` contiguous, k_new and v_new alike). block_size is a power of two.
     """
 
     def paged_attention_decode(
@@ -165,7 +168,7 @@ paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 class AutotunedPagedAttention:
-    """Autotuned :func:`paged_attention_decode_ref`; ``tuner`` is Triton's and caches its choices."""
+    """Autotuned :func:`paged_attention_decode_ref`; ``tuner``: Triton's autotuner, which caches choices."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
@@ -184,7 +187,7 @@ class AutotunedPagedAttention:
 def make_autotuned_paged_attention_decode(
     do_bench: Callable[..., list[float]] | None = None,
 ) -> AutotunedPagedAttention:
-    """Return the same kernel behind ``triton.autotune``.
+    """Return paged attention that is autotuned by ``triton.autotune``.
 
     It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call creates its own tuner,
     so engines share no tuning state. The kernel only writes its output, so repeated tuning runs are harmless.

@@ -1,12 +1,12 @@
 """Train the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
 
 A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources
-of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The number of
-tokens seen is ``--epochs`` times that of the training files: Python 3.11 with its tests has 29 MB of them,
-8.3 M tokens, so the default 40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M
-tokens, and sees 120 M. The record holds the exact count and a digest of the corpus. Batches are windows at
-random offsets of the token stream, which stays on the device; the weights with the best validation loss are
-kept, stored in 16 bits, loaded back, and scored as stored.
+of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The model
+sees the tokens of the training files ``--epochs`` times. With its tests, Python 3.11 has 29 MB of such files,
+8.3 M tokens, so that the default 40 epochs see 334 M tokens; without tests, it has about 11 MB, 3 M tokens,
+and they see 120 M. The record holds the exact count and a digest of the corpus. Batches are windows at random
+offsets of the token stream, which stays on the device; the weights with the best validation loss are kept,
+stored in 16 bits, loaded back, and scored as stored.
 
 ``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
 identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.
@@ -54,7 +54,7 @@ from rosellm.rosetrainer.training import (
     train,
 )
 
-# By --arch: the full model, and that of --smoke; a checkpoint is stored in the model's dtype.
+# The full model and the one of --smoke, by --arch; a checkpoint is stored in the model's dtype.
 ROSE_TINY = Arch(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_ids=(0,))
 SMOKE_MODEL = Arch(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_ids=(0,))
 QWEN3: dict[str, Any] = {
@@ -80,7 +80,7 @@ OUTPUT_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer
 
 @dataclass(frozen=True)
 class Made:
-    """A finished run: the contents of the summary and the record."""
+    """The result of a run: all that the summary and the record contain."""
 
     config: Arch
     hyper: Hyperparameters
@@ -135,7 +135,7 @@ def _statistics(corpus: Corpus, stream: Tensor, validation: Tensor) -> dict[str,
 
 
 def record(made: Made, device: torch.device) -> dict[str, object]:
-    """Return the run as one JSON object: the checkpoint's figures and the environment."""
+    """Return the training record as a JSON object: the run's figures and the environment."""
     where = environment(device)
     return {
         "kind": "training",
@@ -201,7 +201,7 @@ def replacing_folder(output: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
-    """Write ``value`` to ``path``, atomically."""
+    """Write ``value`` to ``path`` atomically, or raise ``RoseError``."""
     try:
         write_text(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
@@ -259,7 +259,7 @@ def _main(argv: list[str] | None) -> None:
     arguments = parse(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    deterministic: Any = torch.utils.deterministic  # torch's stubs know it as a plain module
+    deterministic: Any = torch.utils.deterministic  # torch's type stubs declare it as a plain module
     deterministic.fill_uninitialized_memory = False
     print(run(arguments))
 

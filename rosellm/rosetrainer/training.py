@@ -23,10 +23,11 @@ MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weig
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW (Loshchilov & Hutter 2019), linear warm-up, then cosine decay to a tenth of ``learning_rate``.
+    """The settings of a training run by AdamW (Loshchilov & Hutter 2019).
 
-    A step uses ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the
-    embeddings and to the two residual branches of every layer.
+    The learning rate warms up linearly, then decays by a cosine to a tenth of ``learning_rate``. A step uses
+    ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the embeddings and to
+    the two residual branches of every layer.
     """
 
     epochs: float = 40.0
@@ -82,7 +83,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """Result of :func:`train`: the loss curve's points and the tokens seen."""
+    """The result of :func:`train`: points of the loss curve, the best step, and the number of tokens seen."""
 
     curve: list[dict[str, float]]
     best_step: int
@@ -91,7 +92,7 @@ class Training:
 
 
 def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torch.device) -> Tensor:
-    """Return int64 ``[n]``: an end-of-text token, then every file followed by one."""
+    """Return the token ids of all files, int64 ``[n]``, with end-of-text tokens around and between them."""
     ids = [tokenizer.eos_token_id]
     for file_ids in tokenizer.encode_many([source.text for source in sources], special=False):
         ids.extend(file_ids)
@@ -100,7 +101,7 @@ def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torc
 
 
 def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy of windows ``[B, T + 1]`` in fp32 nats, over all tokens but the first."""
+    """Return the mean cross-entropy of windows ``[B, T + 1]``, except their first tokens, in fp32 nats."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     ids = windows[:, :-1].reshape(-1)  # [B T]
     targets = windows[:, 1:].reshape(-1)  # [B T]
@@ -111,7 +112,7 @@ def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
-    """Return the nats per token of ``stream`` after its first token, in non-overlapping windows.
+    """Return the mean loss, in nats, of all but the first token of ``stream``, in non-overlapping windows.
 
     Leaves ``gpt`` in eval mode.
     """
@@ -131,9 +132,9 @@ def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
 
 
 def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
-    """Train ``gpt`` in place, leaving its best validation weights; streams are int64 on its device.
+    """Train ``gpt`` in place, and leave it with the weights that had the best validation loss.
 
-    Raises ``RoseError`` if a stream is too short or the loss is not finite.
+    Streams are int64 on its device. Raises ``RoseError`` if one is too short or the loss is not finite.
     """
     length = gpt.config.n_positions
     if len(stream) <= length or len(validation) < 2:
@@ -194,7 +195,7 @@ def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int)
 
 
 def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) -> Iterator[Tensor]:
-    """Yield windows ``[B, T + 1]`` at random offsets, drawn on the CPU so that every device sees the same."""
+    """Yield windows ``[B, T + 1]`` at random offsets, drawn on the CPU to be the same for all devices."""
     generator = torch.Generator().manual_seed(hyper.seed)
     span = torch.arange(length + 1, device=stream.device)
     for _ in range(steps):
@@ -231,5 +232,5 @@ def _optimizer(gpt: Transformer, hyper: Hyperparameters) -> torch.optim.AdamW:
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """Return an autocast to bf16 on CUDA; CPUs compute in fp32."""
+    """Return an autocast to bf16 on CUDA, and none on a CPU, which computes in fp32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

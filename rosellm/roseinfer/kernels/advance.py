@@ -1,4 +1,4 @@
-"""End of a GPU-resident step: each row takes its token, and advances or becomes inert; reference, kernel."""
+"""Advance each row of a GPU-resident step by its new token, or make it inert: torch reference and kernel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ ROLES = {"_advance_kernel": "sampling"}
 
 
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
-    """Reference: write each row's new token to the ring, then advance the row or make it inert.
+    """Write each row's new token to the ring, then advance the row or make it inert (torch reference).
 
-    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 and values ``[n, TILES]`` fp32: a row's token
-    is the lowest index with the highest value, or NOT_FINITE if that value is infinite; if values is None,
-    indices ``[n, 1]`` are the tokens. A row with a stop token ends at it or at any of ``state.stop_tokens``;
-    every row ends at its length limit and at a negative token.
+    slots ``[n]`` int64: the rows of ``state``. indices ``[n, TILES]`` int32 and values ``[n, TILES]`` fp32:
+    each vocabulary tile's best token, and its value. The new token is the one with the highest value, the
+    lowest of a tie, or NOT_FINITE if that value is infinite; if values is None, indices ``[n, 1]`` are the
+    new tokens. A row with a stop token ends at it or at any of ``state.stop_tokens``; every row ends at its
+    length limit and at a negative token.
     """
     tokens = indices[:, 0]
     if values is not None:
@@ -45,7 +46,7 @@ def _advance_kernel(
     POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr,
     ROUNDS: tl.constexpr, NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Choose and write the token of one row per program, and advance the row."""
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
     row = rows_ptr + slot * row_stride
@@ -78,7 +79,7 @@ def _advance_kernel(
 def advance(
     *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, dependent: int = False
 ) -> None:
-    """Run :func:`advance_ref` in Triton; values and indices must be contiguous."""
+    """Advance rows as :func:`advance_ref` does, in Triton; values and indices must be contiguous."""
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
     tiles = indices.shape[1]
     strides = state.rows.stride(0), state.ring.stride(0)

@@ -4,8 +4,7 @@ Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180).
 query heads of a KV head, so every key and value is read once, and scans the keys with an online softmax (Dao
 et al. 2022, FlashAttention, arXiv:2205.14135). An ``attention_plan.Plan`` splits the work into equal pieces;
 rows that are split give partial results, which a second kernel combines (Dao, Haziza, Massa & Sizov 2023,
-Flash-Decoding). A row with a negative position is inert: its output is zero, and nothing is written to the
-cache for it.
+Flash-Decoding). A row with a negative position is inert: its output is zero, and its token is not cached.
 """
 
 from __future__ import annotations
@@ -65,13 +64,14 @@ def append_and_attend_ref(
     window: int | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """Reference: rotate q and k_new, append the tokens of rows that are not inert, and attend to the cache.
+    """Rotate q and k_new, append the new tokens to the cache, and attend to the cache (torch reference).
 
-    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` in q's dtype. positions ``[B]`` int32:
-    number of cached tokens, which is the new token's position; negative for an inert row. block_table
-    ``[B, MAX_BLOCKS]`` int32 includes the new token's block; entries for blocks entirely before the window
-    may hold anything. window: number of tokens that each query attends to, including the new one; None: all.
-    plan is ignored.
+    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` in q's dtype. The layer's caches are
+    updated in place. positions ``[B]`` int32: number of cached tokens, which is the new token's position;
+    negative for an inert row. block_table ``[B, MAX_BLOCKS]`` int32 includes the new token's block; entries
+    of blocks entirely before the window may hold anything. scale: factor on the scores. rotary: None to use q
+    and k_new as they are. window: tokens that each query attends to, including the new one; None: all. plan
+    is ignored.
     """
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
     if rotary is not None:
@@ -81,7 +81,7 @@ def append_and_attend_ref(
 
 
 class AttendedRows:
-    """The reference for one step; what all layers share is computed once."""
+    """Decode attention of one step in plain torch, with cache slots computed once for all layers."""
 
     def __init__(
         self, block_table: Tensor, positions: Tensor, cache_layer: Tensor, window: int | None = None
@@ -109,7 +109,7 @@ class AttendedRows:
 def load_ahead(
     cache, rows, rotary, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Return a row's position, its new token's block, cosine and sine, and one tile's keys and values."""
+    """Load a row's position, its new token's block, cosine and sine, and the keys and values of one tile."""
     place = rows.positions + row * rows.position_stride
     position = tl.load(place, mask=exists, other=-1)
     first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
@@ -124,7 +124,7 @@ def load_ahead(
 
 @triton.jit
 def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
-    """Return the query and key norm weights as from :func:`load_heads`; placeholders unless NORMS."""
+    """Load query and key norm weights in the form of :func:`load_heads`; zeros unless ``tiling.NORMS``."""
     q_norm, k_norm = (0.0, 0.0), (0.0, 0.0)
     if tiling.NORMS:
         q_norm = load_heads(rotary.q_norm, rotary, 1, 1, shape)
@@ -148,7 +148,10 @@ def attend_range(
     q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the tiles from token ``begin`` to ``end``; k and v hold the first tile."""
+    """Run the online softmax over the tiles from token ``begin`` to ``end``, and return its new state.
+
+    k and v hold the first tile; m_i, l_i, acc: the old state. Tokens outside ``first`` … ``stop`` are masked.
+    """
     TILE: tl.constexpr = tiling.TILE
     limit = tl.minimum(stop, end)
     blocks = blocks_of(table_ptr, begin + TILE, limit, shape, tiling)
@@ -178,7 +181,7 @@ def attend_range(
 def append_new(
     q, keys, v_new, ahead, norm, cache, rotary, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Store the new token's key and value, and return the scores of the key, ``[HEADS]``."""
+    """Store the new token's key and value; return the queries' scores with the new key, ``[HEADS]``."""
     position, block, cos, sin, _, _ = ahead
     D: tl.constexpr = shape.D_PADDED
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
@@ -192,10 +195,10 @@ def append_new(
 def load_and_append(
     ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Return the group's queries ``[M, D]``, their scores with the new key ``[M]``, and its value ``[1, D]``.
+    """Load the queries of one KV head, and append the new token to the cache if ``tile`` is the row's first.
 
-    Only a row's first tile includes and stores the new token; other tiles get -inf and 0. All of the
-    predecessor's outputs are requested at once.
+    Returns the queries ``[M, D]``, their scores with the new key ``[M]``, and the new value ``[1, D]``;
+    scores are -inf and the value is 0 for later tiles. All loads of q, k and v are issued before any is used.
     """
     HEADS: tl.constexpr = tiling.HEADS
     _, _, cos, sin, _, _ = ahead
@@ -221,7 +224,7 @@ def attend_part(
     ahead, norms, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Attend to ``n_tiles`` tiles of a row from ``tile`` on; the row's first tile includes the new token."""
+    """Attend to ``n_tiles`` tiles of a row from ``tile`` on, and to the new token if ``tile`` is 0."""
     TILE: tl.constexpr = tiling.TILE
     position, _, _, _, k, v = ahead
     q, score, v_new = load_and_append(
@@ -229,7 +232,7 @@ def attend_part(
     )
     table_ptr = rows.table + row * rows.table_stride
     m_i, l_i, acc = no_keys(shape, tiling)
-    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
+    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # the new token first: saves registers
     if EARLY:
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
@@ -250,7 +253,7 @@ def attend_row(
     out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a whole row in one program."""
+    """Attend to one whole row per program, and store its output."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
@@ -270,7 +273,7 @@ def attend_piece(
     out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece, row by row; rows that it does not cover fully give partial results."""
+    """Attend to one piece per program, row by row; rows that it covers only in part give partial results."""
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(starts_ptr + 2 * piece).to(tl.int64)
@@ -306,7 +309,10 @@ def _decode_attention_kernel(
     out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (piece, KV head); the first tile is loaded before the kernel waits for q, k and v."""
+    """Attend with one KV head's queries to one piece per program.
+
+    The first tile is loaded before the kernel waits for q, k and v.
+    """
     copied = None if k_copied is None else (k_copied, v_copied)
     if starts_ptr is None:
         attend_row(out_ptr, new, copied, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
@@ -320,13 +326,14 @@ def append_and_attend(
     *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None, window=None,
     plan, dependent: int = False,
 ) -> Tensor:  # fmt: skip
-    """Run :func:`append_and_attend_ref` in Triton, which is one kernel or two.
+    """Rotate, append and attend as :func:`append_and_attend_ref` does, in one Triton kernel or two.
 
-    plan is required and must have the same window; raises ``OptionError`` otherwise. Caches and each row of
-    the block table must be contiguous; rows of block table and positions may be strided. q, k_new and v_new
-    are slices of one fused projection: a common row stride, contiguous ``[H, D]``. plan, positions and
-    block_table must have been written at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on
-    tensor cores, those of fp32 in full fp32; the softmax is always fp32.
+    plan is required and must have the same window; raises ``OptionError`` otherwise. If it splits rows, a
+    second kernel combines their partial results. Caches and each row of the block table must be contiguous;
+    rows of block table and positions may be strided. q, k_new and v_new are slices of one fused projection,
+    with a common row stride and contiguous ``[H, D]``. plan, positions and block_table must have been written
+    at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on tensor cores, those of fp32 in
+    full fp32; the softmax is always fp32. dependent: as in ``launch_options``.
     """
     _check(plan, window)
     variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
@@ -369,7 +376,7 @@ def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
 
 
 def _pointers(rotary: Rotary | None) -> Rotary | None:
-    """Put a placeholder tensor into missing norm weights: Triton requires a tensor in every field."""
+    """Return ``rotary`` with placeholders for missing norm weights: Triton requires tensors in all fields."""
     if rotary is None or rotary.q_norm is not None:
         return rotary
     return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)

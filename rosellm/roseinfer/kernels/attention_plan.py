@@ -1,9 +1,9 @@
-"""The split of decode attention among programs: launch variants, and the pieces of a step.
+"""Launch variants of decode attention, and the plan that splits a step into pieces, one per program.
 
 A row is one sequence; its keys are split into tiles. The tiles of all rows, one row after another, are cut
-into pieces of equal length, one per program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
-one row, contain several, and start another. Starting a row has a fixed cost, modelled as ``lead`` extra
-tiles. Context lengths are read on the device, so one captured launch serves them all.
+into pieces of equal length (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end one row, contain
+several, and start another. Starting a row has a fixed cost, modelled as ``lead`` extra tiles. Context lengths
+are read on the device, so one captured launch serves any lengths.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
 MANY = 7  # programs per SM
-UNEVEN, UNEVEN_FROM = 1.5, 4  # longest over mean context; programs per SM
+UNEVEN, UNEVEN_FROM = 1.5, 4  # longest context over the mean; programs per SM
 
 
 class Variant(NamedTuple):
-    """One launch configuration: tokens per tile, pieces (0: one per row), warps, pipeline stages.
+    """A launch configuration: tokens per tile, pieces (0: one per row), warps, pipeline stages.
 
     With stages 1, the next tile is loaded into registers; with more, ``stages - 1`` tiles are in flight to
-    shared memory. For groups of one query head: lanes 1 gives each token of a tile its own softmax, combined
-    at the end, so that threads work independently, for ``tile * D / warps / 32`` more registers per thread;
-    dot 1 runs GEMMs on tensor cores, as larger groups always do, with heads repeated to ``SMALLEST_DOT``
-    rows. lead: tiles that starting a row counts as where cuts are placed.
+    shared memory. lanes and dot are for KV heads with a single query head. lanes 1: each token of a tile has
+    its own softmax, combined at the end, so that threads work independently, for ``tile * D / warps / 32``
+    more registers per thread. dot 1: GEMMs run on tensor cores, as larger groups always do, with the query
+    repeated to ``SMALLEST_DOT`` rows. lead: number of tiles that starting a row counts as when rows are cut.
     """
 
     tile: int
@@ -52,17 +52,17 @@ class Variant(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Parse the result of ``str`` of a variant."""
+        """Parse the string that ``str(variant)`` returns."""
         return cls(*map(int, text.split("/")))
 
 
 class Plan(NamedTuple):
-    """Where the pieces of a step lie, shared by all layers with the same window.
+    """The boundaries of a step's pieces, shared by all layers with the same window.
 
     starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, then the end of the last one; a
     row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: first and last
-    piece of each row. If there are more pieces than tiles, the last pieces are empty; a piece within a row's
-    lead is empty, too. Both are None if each row is one piece.
+    piece of each row. If there are more pieces than tiles, the last pieces are empty; so is a piece that lies
+    within a row's lead. Both tensors are None if each row is one piece.
     """
 
     variant: Variant
@@ -80,12 +80,12 @@ def variant_for(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest variant measured on an H200 for ``rows`` of at most ``longest`` cached tokens.
+    """Return the fastest variant on an H200 for ``rows`` rows of at most ``longest`` cached tokens.
 
-    mean: average cached tokens per row; None: all rows are equally long. Rows are split where that pays: rows
-    that fill the GPU stay whole, unless the longest may take longer than all the others together (query
-    groups) or is more than 1.5 times the mean (single heads). Lengths between two powers of two share one or
-    two variants: each variant is captured in its own graph.
+    num_sms: the GPU's SMs. group: query heads per KV head. mean: average cached tokens per row; None: all
+    rows are equally long. Rows that fill the GPU stay whole, unless the longest may take longer than all the
+    others together (query groups) or is more than 1.5 times the mean (single heads). Lengths between two
+    powers of two share one or two variants, because each variant is captured in its own graph.
     """
     reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
@@ -108,7 +108,10 @@ def cut_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest variant in pieces; the table has them per 2 programs of an SM. Ignores mean."""
+    """Return the fastest measured variant that splits rows into pieces; arguments as in :func:`variant_for`.
+
+    The table gives the number of pieces as a multiple of two programs per SM. mean is ignored.
+    """
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     sizes = {"rows": rows, "tiles_each": tiles / pieces, "rows_each": rows / pieces}
@@ -126,13 +129,13 @@ def whole_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest measured variant with one piece per row. Ignores mean."""
+    """Return the fastest measured variant with one piece per row; mean is ignored."""
     share, reach = rows * kv_heads / num_sms, triton.next_power_of_2(max(longest, 1))
     return Variant(*best("whole_rows", share=share, reach=reach, group=group, head_dim=head_dim))
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
-    """Reference; positions and window as in ``attention.append_and_attend_ref``."""
+    """Plan a step whose rows have ``positions [B]`` cached tokens, negative if inert (torch reference)."""
     if not variant.combine:
         return Plan(variant, window)
     tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
@@ -147,14 +150,14 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
 
 
 def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
-    """Return the number of tiles with cached keys in the window; 1 if there are none, for the new token."""
+    """Return each row's number of tiles with cached keys in the window, at least 1, for the new token."""
     first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp_min(0)
     return ((positions + tile - 1) // tile - first // tile).clamp_min(1)
 
 
 @triton.jit
 def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that a row's query sees, its tile, and the number of tiles from there, >= 1."""
+    """Return the first key that a row attends to, that key's tile, and the number of tiles from it, >= 1."""
     position = tl.maximum(position, 0)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_tile = first // TILE
@@ -167,7 +170,7 @@ def _plan_kernel(
     CHUNK: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr, WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per CHUNK pieces; each sums the tiles of all rows, and the first writes ``covers``."""
+    """Plan CHUNK pieces per program; each sums the tiles of all rows, and the first writes ``covers``."""
     row = tl.arange(0, ROWS)
     piece = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists = row < n_rows
@@ -195,7 +198,7 @@ def _plan_kernel(
 def make_plan(
     positions: Tensor, variant: Variant, window: int | None = None, *, dependent: int = False
 ) -> Plan:
-    """Run :func:`make_plan_ref` in Triton, once per step; positions may be strided."""
+    """Plan a step as :func:`make_plan_ref` does, in Triton; positions may be strided."""
     if not variant.combine:
         return Plan(variant, window)
     n_rows, pieces = len(positions), variant.pieces

@@ -1,16 +1,15 @@
-"""Sampling for rows with top-p only, in a kernel: several programs per row, and only the head's noise.
+"""Sampling for rows with top-p only: several programs share a row and reuse the tokens the head has drawn.
 
-The head has drawn one token from each vocabulary tile. The best of these tokens is the draw from the whole
-row; it is accepted if the tokens before it in order of probability hold less than top-p of the mass. The
-programs of a row sum that mass in chunks of the tiles that reach the token's logit; the last one to finish
-adds up the chunks. Partial sums are per chunk, not per program, so the result does not depend on the number
-of programs.
+The head has drawn one token from each vocabulary tile. The best-scored of these tokens is the draw from the
+whole row; it is accepted if the more probable tokens hold less than top-p of the mass. The programs of a row
+sum that mass over chunks of the tiles whose largest logit reaches the token's; the last one to finish adds up
+the chunks. Partial sums are per chunk, so the number of programs does not affect the result.
 
-A rejected token bounds the next draw, which the last program makes alone. A tile's best score is an upper
-bound for its tokens before the rejected one, so only tiles whose own token is not before it, and whose score
-exceeds the best score of the tokens that are, are drawn from again. Where rejection is rare, such tiles are
-few, and the next draw is likely to be the best of the tiles' tokens before the rejected one: the programs sum
-the mass before the next two of these in advance.
+After a rejection, the last program alone draws again, from the tokens that are more probable than the
+rejected one. A tile whose drawn token is among them keeps it. Any other tile is drawn from again, but only if
+its best score, an upper bound for its remaining tokens, exceeds the best score of the kept tokens. Where
+rejection is rare, such tiles are few, and the next draws are likely to be kept tokens: the programs sum the
+mass before the two likeliest of them in advance.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def list_tiles(listed_ptr, tile, chosen):
-    """Store the chosen tiles in order, overwriting any earlier list, and return their number."""
+    """Write the indices of the chosen tiles in order, overwriting any earlier list; return their number."""
     tl.debug_barrier()
     tl.store(listed_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, tile, mask=chosen)
     tl.debug_barrier()
@@ -31,10 +30,7 @@ def list_tiles(listed_ptr, tile, chosen):
 
 @triton.jit
 def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """Load a chunk of the listed tiles ``[CHUNK // TILE, TILE]``: logits and tokens.
-
-    Logits are -inf past the last listed tile.
-    """
+    """Load a chunk of listed tiles ``[CHUNK // TILE, TILE]``: logits (-inf past the last tile) and tokens."""
     place = chunk * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
     inside = place < n_listed
     tiles = tl.load(listed_ptr + place, mask=inside, other=0)
@@ -47,11 +43,11 @@ def sum_before(
     row, sums_ptr, n_sums, best, temperature, pivots, pivot_tokens, first, step,
     sizes: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the mass before each pivot for every step-th chunk from ``first`` on; return the chunk count.
+    """Store the mass before each pivot for every ``step``-th chunk from ``first`` on; return the chunk count.
 
-    row: as in :func:`choose_by_mass`. pivots and pivot_tokens: DRAWS of each, of which the first bounds the
-    listed tiles; sums_ptr has n_sums entries per pivot. All programs of a row write the same list to the same
-    place.
+    row: the tuple of that name in :func:`choose_by_mass`. pivots and pivot_tokens: DRAWS logits and tokens;
+    only tiles that reach the first pivot, the lowest, are read. sums_ptr has n_sums entries per pivot. All
+    programs of a row write the same list of tiles to the same place.
     """
     logits_ptr, listed_ptr, maxima, tile, inside = row
     TILE: tl.constexpr = sizes.TILE
@@ -70,9 +66,9 @@ def sum_before(
 
 @triton.jit
 def is_refused(sums_ptr, n_chunks, tile, most):
-    """Return whether the mass before a token is ``most`` or more.
+    """Return whether a drawn token is rejected, because the mass before it is at least ``most``.
 
-    The most probable token, with no mass before it, is never refused; before any other it is at least 1.
+    That mass is 0 for the most probable token, which is never rejected, and at least 1 for any other.
     """
     mass = tl.sum(tl.load(sums_ptr + tile, mask=tile < n_chunks, other=0.0), axis=0)
     return (mass > 0) & (mass >= most)
@@ -87,9 +83,9 @@ def best_scored(scores, tokens):
 
 @triton.jit
 def drawn_before_pivot(row, draws, pivot, pivot_token, amount, key, sizes: tl.constexpr):
-    """Return the token with the highest score before the pivot.
+    """Return the token with the highest score among those more probable than the pivot.
 
-    row and draws: as in :func:`choose_by_mass`.
+    row and draws: the tuples of these names in :func:`choose_by_mass`. amount: factor on the noise.
     """
     logits_ptr, listed_ptr, maxima, tile, inside = row
     own, scores, tokens = draws
@@ -112,7 +108,7 @@ def drawn_before_pivot(row, draws, pivot, pivot_token, amount, key, sizes: tl.co
 
 @triton.jit
 def foreseen(logits_ptr, draws, DRAWS: tl.constexpr):
-    """Return logits and tokens of the tiles' best draw, the best draw before it, and so on, DRAWS in all."""
+    """Return logits and tokens of DRAWS likely draws: the tiles' best, the best before it, and so on."""
     own, scores, tokens = draws
     token, _ = best_scored(scores, tokens)
     pivot = tl.load(logits_ptr + token)
@@ -131,12 +127,12 @@ def choose_by_mass(
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
     sizes: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row, to which all pointers refer; values and indices stay if their best is kept.
+    """Draw one row's token with top-p; change values and indices only if the head's draw is rejected.
 
-    This includes rows without probabilities, where nothing comes before the first infinite logit. The tuple
-    ``draws`` is the logit, score and token of each tile's draw.
+    All pointers are those of the row. The head's draw is also kept in a row without probabilities, where
+    nothing comes before the first infinite logit. draws: logit, score and token of each tile's draw.
     """
-    DRAWS: tl.constexpr = sizes.DRAWS  # in a loop, Triton 3.6 does not take an attribute for a constant
+    DRAWS: tl.constexpr = sizes.DRAWS  # in a loop, Triton 3.6 rejects an attribute as a constant
     scores = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
     tokens = tl.load(indices_ptr + tile, mask=inside, other=2147483647)
     maxima = tl.load(maxima_ptr + tile, mask=inside, other=float("-inf"))

@@ -1,8 +1,8 @@
-"""Device functions for a filtered row's candidates: rank, count those before a token, draw, and copy.
+"""Device functions on the candidate tokens of a filtered row: rank, count, draw and copy them.
 
-A pool of candidates is a tuple: pointers to their logits and tokens, the number of candidates that were
-copied with their tokens (0: they are the row itself, and tokens are not read) and of all candidates, the
-row's largest logit, its temperature, and min-p's floor of scaled logits.
+A pool of candidates is a tuple: pointers to the candidates' logits and tokens; the number of candidates that
+were copied (0: the pool is the row itself, and tokens are not read); the number of all candidates; the row's
+largest logit and its temperature; and the lowest scaled logit that min-p keeps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def ordered_bits(x):
-    """Map floats to int32 that sort in the same order, with -0.0 as +0.0; :func:`float_of` is the inverse."""
+    """Map floats to int32 that sort in the same order (-0.0 as +0.0); :func:`float_of` is the inverse."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -36,7 +36,7 @@ def comes_before(x, token, pivot, pivot_token):
 
 @triton.jit
 def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
-    """Return a close lower bound, in ordered bits, on the k-th largest of the maxima ``inside``."""
+    """Return a close lower bound, in ordered bits, on the k-th largest of the maxima where ``inside``."""
     ordered = ordered_bits(maxima)
     low = ordered_bits(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
     high = ordered_bits(best).to(tl.int64)
@@ -51,9 +51,9 @@ def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
 
 @triton.jit
 def candidates(pool, first, BLOCK: tl.constexpr):
-    """Load candidates from ``first`` on: logits, scaled logits, and tokens.
+    """Load BLOCK candidates from index ``first`` on: logits, scaled logits, and tokens.
 
-    Both logits are -inf past the end and below the floor.
+    Both kinds of logits are -inf past the last candidate and below min-p's floor.
     """
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor = pool
     at = first + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def candidates(pool, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def kth_largest(pool, low, k, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
-    """Return the ordered bits of the k-th largest candidate; at least k candidates must reach ``low``."""
+    """Return the k-th largest logit of the pool, in ordered bits; at least k logits must reach ``low``."""
     n, best = pool[3], pool[4]
     low, high = low.to(tl.int64), ordered_bits(best).to(tl.int64)
     while low < high:
@@ -85,7 +85,7 @@ def kth_largest(pool, low, k, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
 
 @triton.jit
 def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
-    """Like :func:`kth_largest`, for at most FEW candidates, each compared with all others."""
+    """Return the same as :func:`kth_largest` for at most FEW candidates, each compared with all others."""
     at = tl.arange(0, FEW)
     x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
     numbers = tl.zeros((FEW,), tl.int32)
@@ -98,7 +98,7 @@ def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
 
 @triton.jit
 def before(pool, pivot, pivot_token, BLOCK: tl.constexpr):
-    """Return the number and the mass of the candidates before the pivot in order of probability."""
+    """Return the number and the total mass of the candidates that are more probable than the pivot."""
     number, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
     for first in range(0, pool[3], BLOCK):
         x, scaled, token = candidates(pool, first, BLOCK)
@@ -110,7 +110,7 @@ def before(pool, pivot, pivot_token, BLOCK: tl.constexpr):
 
 @triton.jit
 def drawn_before(pool, pivot, pivot_token, key, BLOCK: tl.constexpr):
-    """Return logit and token of the candidate before the pivot with the largest scaled logit plus noise."""
+    """Draw one of the candidates that are more probable than the pivot; return its logit and token."""
     values_ptr, tokens_ptr, n_copied, n = pool[0], pool[1], pool[2], pool[3]
     top = tl.full((), float("-inf"), tl.float32)
     place = tl.zeros((), tl.int32)
@@ -130,7 +130,7 @@ def copy_candidates(
     logits_ptr, listed_ptr, n_listed, copies_ptr, tokens_ptr, bound, best, temperature, floor,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the listed tiles' logits that reach bound and floor, with their tokens; return their number."""
+    """Copy logits and tokens of the listed tiles where they reach bound and floor; return their number."""
     n = tl.zeros((), tl.int32)
     for first in range(0, n_listed, BLOCK // TILE):
         which = first + tl.arange(0, BLOCK) // TILE

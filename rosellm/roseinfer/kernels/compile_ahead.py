@@ -22,7 +22,7 @@ _ONE_AT_A_TIME = Lock()
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
-    """Compile the kernels that ``runs`` launch: call each of them without running any Triton kernel.
+    """Compile the Triton kernels that ``runs`` launch, by calling each of them with launches disabled.
 
     Outputs stay uninitialised during these calls; launches from other threads are unaffected. A kernel that
     does not compile raises when it is launched, not here. After one second a progress bar appears on stderr.
@@ -41,7 +41,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """A thread pool that compiles kernels and builds their launchers; ``bar`` counts the kernels."""
+    """A thread pool that compiles kernels, builds their launchers, and counts the kernels on ``bar``."""
 
     def __init__(self, bar: tqdm) -> None:
         super().__init__()

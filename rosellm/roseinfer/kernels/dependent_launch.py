@@ -3,8 +3,8 @@
 Launched with ``launch_pdl=True``, a kernel may start once every program of its predecessor has called
 :func:`launch_dependents` or exited; what it does before :func:`wait_for_predecessor` overlaps with the
 predecessor, and after that call all of the predecessor's writes are visible. Every kernel of a chain waits
-before it releases its successor, so whenever a kernel runs, all but its direct predecessor have ended: before
-the wait, it may read results from two or more kernels ago, but not its predecessor's, and must not write.
+before it releases its successor. When a kernel starts, all earlier kernels but its predecessor have thus
+ended: before the wait, it may read what they wrote, but nothing of the predecessor's, and must not write.
 (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
@@ -30,5 +30,8 @@ def launch_dependents(DEPENDENT: tl.constexpr):
 
 
 def launch_options(dependent: int) -> dict[str, int]:
-    """Return a kernel's ``DEPENDENT`` constant and the launch options that go with it."""
+    """Return a kernel's ``DEPENDENT`` constant and the launch options that go with it.
+
+    dependent: 0 for an ordinary launch, 1 for programmatic dependent launch, or ``AT_END``.
+    """
     return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}

@@ -1,4 +1,4 @@
-"""Reference for sampling: penalties, temperature, min-p, top-k, top-p, and a draw."""
+"""Torch reference for sampling: penalties, temperature, min-p, top-k, top-p, and the draw."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def allowed_log_probs(
 ) -> Tensor:
     """Return log-probabilities after temperature, min-p, top-k and top-p, ``[B, V]``; −inf if excluded.
 
-    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p refers to the probabilities of
-    what the others leave. The most likely token always stays, the first one of a tie. Subtracting a row's
-    maximum before dividing changes no probability and avoids +inf at small temperatures; temperatures beyond
-    float32 are clamped to its largest number.
+    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p refers to the probabilities among
+    the tokens that min-p and top-k leave. The most likely token always stays, the first one of a tie.
+    Subtracting a row's maximum before dividing changes no probability and avoids +inf at small temperatures;
+    temperatures beyond float32 are clamped to its largest number.
     """
     below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
     scaled = below_best / temperature[:, None].clamp(FLOAT32.tiny, FLOAT32.max)
@@ -72,10 +72,11 @@ def draw(
 
     temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int:
     the new token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the
-    largest raw logit wins, the first one of a tie. Otherwise the argmax of log-probabilities plus noise is a
-    draw (the Gumbel-max trick, Gumbel 1954); so is, without top-k, top-p and min-p, that of the logits plus
-    temperature times noise. Rows without probabilities (with NaN, with +inf, or all −inf) give
-    ``NOT_FINITE``. filtered: False if no row has top-k, top-p or min-p: the vocabulary is then not sorted.
+    largest raw logit wins, the first one of a tie. Otherwise the argmax of log-probabilities plus Gumbel
+    noise is a draw (the Gumbel-max trick, Gumbel 1954); rows without top-k, top-p and min-p use the
+    equivalent argmax of logits plus temperature times noise. Rows without probabilities (with NaN, with +inf,
+    or all −inf) give ``NOT_FINITE``. noise: (seeds, positions, V) → ``[B, V]``. filtered: False if no row has
+    top-k, top-p or min-p, so that the vocabulary need not be sorted.
     """
     best, likeliest = logits.max(dim=-1)
     random = noise(seeds, positions, logits.shape[1])
@@ -88,10 +89,10 @@ def draw(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the greedy choice of every row, as in :func:`draw`: logits ``[B, V]`` → ``[B]`` int32."""
+    """Return each row's greedy token, or ``NOT_FINITE``, as :func:`draw` does: ``[B, V]`` → ``[B]`` int32."""
     return finite_only(*logits.max(dim=-1)).int()
 
 
 def finite_only(best: Tensor, tokens: Tensor) -> Tensor:
-    """Replace the tokens of rows whose largest logit ``best`` is not finite by ``NOT_FINITE``."""
+    """Return tokens ``[B]``, with ``NOT_FINITE`` where the row's largest logit ``best [B]`` is not finite."""
     return torch.where(best.abs() < math.inf, tokens, NOT_FINITE)

@@ -1,9 +1,9 @@
 """Linear layers for few rows, fused with the surrounding norm, activation and residual: reference and kernel.
 
 Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a GEMM is bound by
-the latency of a chain of loads, not by arithmetic: it needs many programs, weights in flight early, and no
-round trip through memory for the norm before it and the activation or residual sum after it. Weights and
-activations as in ``linear``.
+the latency of a chain of loads, not by arithmetic: it needs many programs, weights that are loaded early, and
+no round trip through memory for the norm before it and the activation or residual sum after it. Weights and
+activations have the layout described in ``linear``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class NormPrologue(NamedTuple):
     """A norm of x's rows before the GEMM: scale ``[K]`` in x's dtype, and the variance's ``eps``.
 
     sums ``[N]`` fp32: ``weight.float() @ scale.float()`` for LayerNorm, whose shift is in the GEMM's bias;
-    None for RMSNorm (Zhang & Sennrich 2019). gain multiplies the normalised values: it allows a scale of at
-    most 1 in place of a larger one, so that x times scale is finite in fp16.
+    None for RMSNorm (Zhang & Sennrich 2019). gain: factor on the normalised values, by which a scale above 1
+    has been divided, so that x times scale is finite in fp16.
     """
 
     scale: Tensor
@@ -50,12 +50,12 @@ class NormPrologue(NamedTuple):
 
 
 class FewRowsShape(NamedTuple):
-    """How a GEMM for few rows is tiled: a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
+    """The tiling of a GEMM for few rows; a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
 
-    Slices go to different warps, and with one row of x so do weight rows; 32 threads loading 16 bytes each
-    read 256 16-bit elements. held: chunks loaded into registers before the inputs are ready. stages: pipeline
-    stages of the loop over the other chunks (unused for one row, whose loop keeps ``held`` chunks in
-    registers throughout).
+    Different slices are computed by different warps; with one row of x, weight rows are spread over warps,
+    too. A warp whose 32 threads load 16 bytes each reads 256 16-bit elements. held: chunks loaded into
+    registers before the inputs are ready. stages: pipeline stages of the loop over the other chunks (unused
+    for one row, whose loop keeps ``held`` chunks in registers throughout).
     """
 
     block_n: int
@@ -78,12 +78,12 @@ def few_rows_linear_ref(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Reference, in fp32: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``.
+    """Compute ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]`` (reference, in fp32).
 
-    The norm's division follows the GEMM, which need not wait for it:
-    ``((x * scale) @ w - mean * sums) * gain / deviation``, without the mean for RMSNorm. activation: "gelu"
-    (tanh form) or "swiglu", which halves N. residual, of the result's shape, is updated in place and
-    returned.
+    The GEMM need not wait for the norm's moments, which are applied to its result:
+    ``((x * scale) @ w - mean * sums) * gain / deviation``, without the mean for RMSNorm. activation f: "gelu"
+    (tanh form) or "swiglu", which halves N. residual: a tensor of the result's shape, to which the result is
+    added in place, and which is returned.
     """
     wide = x.float()
     y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
@@ -95,7 +95,7 @@ def few_rows_linear_ref(
 
 
 def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
-    """Normalise the GEMM result y ``[M, N]`` of scaled rows by the moments of the rows x ``[M, K]``."""
+    """Normalise y ``[M, N]``, the GEMM of scaled rows, by the moments of the unscaled rows x ``[M, K]``."""
     if norm.sums is None:
         return y * norm.gain * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
     mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
@@ -104,13 +104,13 @@ def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
 
 @triton.jit
 def _load(place, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """Load from ``place``, or 0 where k, the position along K, is out of range; WHOLE: it never is."""
+    """Load from ``place``, or 0 where k, the index along K, is out of range; WHOLE: all of k is in range."""
     return tl.load(place) if WHOLE else tl.load(place, mask=k < K, other=0.0)
 
 
 @triton.jit
 def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr):
-    """Load the first HELD chunks."""
+    """Load the first HELD chunks, and return them as a tuple."""
     chunks = ()  # type: tuple
     for chunk in tl.static_range(HELD):
         chunks = chunks + (_load(place + chunk * STEP, inner + chunk * STEP, K, WHOLE),)
@@ -119,7 +119,7 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 @triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
-    """Accumulate one chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, repeated for w's rows."""
+    """Accumulate one row's GEMM and moments over a chunk: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``."""
     x = x.to(tl.float32)
     total += x
     squares += x * x
@@ -135,10 +135,9 @@ def _one_row_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
     HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return one row's GEMM result, its sum, and its sum of squares, ``[1, BLOCK_N]`` each.
+    """Return one row's GEMM result, and the row's sum and sum of squares, ``[1, BLOCK_N]`` each.
 
-    When a chunk in registers has been used, the chunk HELD positions later is requested. Sums across threads
-    are taken at the end.
+    After a chunk in registers is used, the chunk HELD positions on is loaded. Sums across threads come last.
     """
     ROUND: tl.constexpr = HELD * STEP
     ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
@@ -166,9 +165,9 @@ def _one_row_product(
 
 @triton.jit
 def _sums_of_8(x):
-    """Sum groups of 8: ``[A, B, C]`` → ``[A, B, C / 8]``.
+    """Sum each group of 8 adjacent elements: ``[A, B, C]`` → ``[A, B, C / 8]``.
 
-    This is thread-local if threads have loaded 16 bytes of 16-bit elements each.
+    Each sum stays within a thread if threads have loaded 16 bytes of 16-bit elements each.
     """
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), axis=3)
 
@@ -181,7 +180,7 @@ def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: 
         total += _sums_of_8(wide)
         squares += _sums_of_8(wide * wide)
         x *= scale
-    if BLOCK_N >= 16:  # which operand provides the matrix instruction's 16 rows
+    if BLOCK_N >= 16:  # the matrix instruction needs 16 rows: the weight's, or x's
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     else:
         acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
@@ -226,7 +225,7 @@ def _few_rows_product(
 
 @triton.jit
 def _normed(y, total, squares, sums, eps, gain, K: tl.constexpr, NORM: tl.constexpr):
-    """Normalise the GEMM result of scaled rows by the sums and sums of squares of the rows."""
+    """Normalise y, the GEMM of scaled rows, by the sums and sums of squares of the unscaled rows."""
     if NORM == "rms":
         y *= tl.rsqrt(squares / K + eps) * gain
     if NORM == "layer":
@@ -243,10 +242,10 @@ def _few_rows_kernel(
     SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_N rows of the weight, for all M <= BLOCK_M rows of x.
+    """Multiply all M <= BLOCK_M rows of x by BLOCK_N rows of the weight per program.
 
-    The first weights are loaded before the inputs are ready. Rows past the last repeat it and are not stored.
-    With one row, x and the weights have the same layout across threads, ACROSS weight rows at a time.
+    The first weights are loaded before the inputs are ready. Rows past the last one repeat it and are not
+    stored. With one row, x and weights have the same layout across threads, ACROSS weight rows at a time.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
@@ -302,11 +301,11 @@ def few_rows_linear(
     *, x, weight, bias=None, norm=None, activation: Activation = "none", residual=None,
     dependent: int = False, shape: ShapeOf | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run :func:`few_rows_linear_ref` in Triton, for up to ``FEW_ROWS`` rows.
+    """Compute ``f(norm(x) @ weight.T + bias)`` in Triton, for up to ``FEW_ROWS`` rows.
 
-    All tensors must be contiguous. With LayerNorm, the variance is a difference of two sums and loses digits
-    if a row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single
-    row. shape: (rows, n, k, dtype) → tiling.
+    Arguments as in :func:`few_rows_linear_ref`; all tensors must be contiguous. With LayerNorm, the variance
+    is a difference of two sums and loses digits if a row's mean is many times its deviation; x times scale is
+    rounded to x's dtype, except for a single row. shape: (rows, n, k, dtype) → tiling.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -335,14 +334,14 @@ def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
 
 
 def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
-    """Return warps, and the stages that fit shared memory if the chunks in registers take one stage, too."""
+    """Return warps and pipeline stages; one stage of shared memory is left for the chunks in registers."""
     step = cut.slices * cut.block_k
     stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
     return {"num_warps": cut.warps, "num_stages": max(1, stages)}
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Return the tiling; in the table, block_k 0 is K / slices, and held 0 is all of K."""
+    """Return the tiling; in the table, block_k 0 stands for about K / slices, and held 0 for all chunks."""
     shape = FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize))
     block_k = shape.block_k or min(256, max(16, triton.next_power_of_2(k) // shape.slices))
     held = shape.held or triton.cdiv(k, shape.slices * block_k)

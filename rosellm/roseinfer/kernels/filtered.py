@@ -5,14 +5,14 @@ The head has stored the logits of filtered rows (``filtered_head.Tiles``). Rows 
 
 1. With top-k, the tiles' maxima alone bound what can be kept: k tiles hold k logits at or above the k-th
    largest maximum. Only tiles that reach the bound are read; if they are few, their logits that reach it,
-   the candidates, are copied to one place.
-2. If both top-k and top-p apply, a search over the k-th largest logit's bits, 16 pivots at a time, finds the
-   mass that top-p is a share of.
-3. The candidate with the largest logit plus noise is drawn, and checked by what comes before it in order of
-   probability: fewer than k candidates, with less than top-p's mass. If it is rejected, it bounds the next
-   draw. A draw from all tokens is seldom rejected: if the kept tokens have mass p, about 1 + ln(1/p) draws
-   are needed (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et al. 2025; here
-   the result is the one token that the noise selects among the kept ones, whatever was rejected before).
+   the candidates, are copied to one buffer.
+2. If both top-k and top-p apply, top-p is a share of the mass of the k largest logits. A search over the bits
+   of the k-th largest logit, 16 pivots at a time, finds that mass.
+3. The candidate with the largest logit plus noise is drawn. It is accepted if fewer than k candidates, with
+   less than top-p of the mass, are more probable. If it is rejected, the next draw is one of these. A draw
+   from all tokens is seldom rejected: if the kept tokens have mass p, about 1 + ln(1/p) draws are needed
+   (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et al. 2025; here the result
+   is the one token that the noise selects among the kept ones, whatever was rejected before).
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from rosellm.triton_or_none import tl, triton
 ROLES = {"_choose_filtered_kernel": "sampling"}
 WARPS = 8
 PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # for all rows together; programs per row
-REGISTERS = 128  # per thread, at most, so that two programs fit an SM
+REGISTERS = 128  # most registers per thread, so that two programs fit on an SM
 Splits = Callable[[int, int, torch.device], int]
 
 
 class Sizes(NamedTuple):
     """Compile-time constants of the kernel.
 
-    Tokens per tile, and a power of two of at least the number of tiles. Candidates at a time, per pass, per
-    pivot search, and all with all, and pivots of a search. Candidates are copied if at most one tile in
-    COPIED has any. For rows with top-p only: tokens per partial sum of mass, and the number of likely draws
+    TILE: tokens per tile. WIDTH: a power of two, at least the number of tiles. BLOCK, FEWER: candidates
+    loaded at once, FEWER in pivot searches and for pools of at most that size. FEW: most candidates compared
+    all with all. PIVOTS: pivots per pass of a search. COPIED: candidates are copied if at most one tile in
+    COPIED has any. For rows with top-p only, CHUNK: tokens per partial sum of mass; DRAWS: likely draws
     before which a row's programs sum the mass together.
     """
 
@@ -72,7 +73,7 @@ class Sizes(NamedTuple):
 
 
 def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
-    """Reference: overwrite the values and indices of filtered rows with their one sampled token.
+    """Overwrite the values and indices of filtered rows with their one sampled token (torch reference).
 
     Values become −inf, except the first, which is 0, or +inf in a row without probabilities; the first index
     is the token. Other rows are unchanged.
@@ -88,7 +89,7 @@ def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
 
 @triton.jit
 def mass_left(pool, low, k, BLOCK: tl.constexpr, sizes: tl.constexpr):
-    """Return the mass that top-k and min-p leave; k candidates, if there are k, must reach ``low``."""
+    """Return the mass that top-k and min-p leave; at least min(k, n) candidates must reach ``low``."""
     values_ptr, _, n_copied, n, best, temperature, _ = pool
     least = ordered_bits(tl.full((), float("-inf"), tl.float32))
     cut = (k > 0) & (k < n)
@@ -105,7 +106,7 @@ def mass_left(pool, low, k, BLOCK: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def drawn(pool, k, most, key, BLOCK: tl.constexpr):
-    """Draw until a token is among the first k (0: any), with less than the mass ``most`` before it."""
+    """Draw until a token is one of the k most probable (0: any) and has mass before it below ``most``."""
     pivot, token = tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32)
     refused = tl.full((), 1, tl.int1)
     while refused:
@@ -129,12 +130,12 @@ def choose_among_candidates(
     logits_ptr, maxima, scratch, seed_ptr, position_ptr, temperature, top_k, top_p, min_p, best, tile, inside,
     TILES, sizes: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of one row with top-k or min-p, to which all pointers refer.
+    """Return the sampled token of one row with top-k or min-p; all pointers are those of the row.
 
-    best: the row's largest logit, which must be finite.
+    scratch: pointers for listed tiles, copied logits and tokens. best: the row's largest logit, finite.
     """
     listed_ptr, copies_ptr, copied_tokens_ptr = scratch
-    # The tiles that may hold kept tokens.
+    # List the tiles that may hold kept tokens.
     floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-37)) * 0.6931471805599453, float("-inf"))
     nothing = ordered_bits(tl.full((), float("-inf"), tl.float32))
     bound = nothing
@@ -143,7 +144,7 @@ def choose_among_candidates(
     scaled = scaled_logit(maxima, best, temperature)
     n_listed = list_tiles(listed_ptr, tile, inside & (ordered_bits(maxima) >= bound) & (scaled >= floor))
 
-    # The candidates: copies if they are few, otherwise the whole row.
+    # Copy the candidates if they are few; otherwise they are the whole row.
     source, n, n_copied = logits_ptr, TILES * sizes.TILE, tl.zeros((), tl.int32)
     if n_listed * sizes.COPIED <= TILES:
         n = copy_candidates(
@@ -169,7 +170,7 @@ def _choose_filtered_kernel(
     tiles, listed_ptr, sums_ptr, copies_ptr, copied_tokens_ptr, settings, TILES,
     sizes: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All programs of a row with top-p only share it; any other row is handled by its first program.
+    """Sample one row: with top-p only by all of its programs together, otherwise by its first program alone.
 
     tiles: pointers to the tensors of :class:`filtered_head.Tiles`.
     """
@@ -221,17 +222,18 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def splits_for(rows: int, n_chunks: int, device: torch.device) -> int:
-    """Return the number of programs per row with top-p only."""
+    """Return the number of programs that share a row with top-p only; n_chunks: chunks of mass per row."""
     return max(1, min(PROGRAMS_PER_SM * multiprocessors(device) // rows, MOST_SPLITS, n_chunks))
 
 
 def choose_filtered(
     *, tiles: Tiles, state: DeviceState, dependent: int = False, splits: Splits = splits_for
 ) -> None:
-    """Run :func:`choose_filtered_ref` in Triton; call it once per result of the head.
+    """Sample a token for each filtered row as :func:`choose_filtered_ref` does, in Triton.
 
-    A row with top-p only whose drawn token is accepted stays as it is; in other filtered rows all indices are
-    overwritten. splits: (rows, chunks per row, device) → programs per row with top-p only.
+    May be called once per result of the head, whose counters ``arrived`` it uses up. A row with top-p only
+    whose drawn token is accepted stays as it is; in other filtered rows all indices are overwritten. splits:
+    (rows, chunks per row, device) → programs per row with top-p only.
     """
     (rows, n_tiles), device = tiles.values.shape, tiles.values.device
     sizes = Sizes(tiles.width, triton.next_power_of_2(n_tiles))

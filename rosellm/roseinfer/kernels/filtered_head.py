@@ -1,8 +1,8 @@
 """LM head for batches with top-k, top-p, min-p or penalties: torch reference and kernel.
 
-Like ``head.best_tokens``, but it also applies penalties, and stores the logits of filtered rows, those that
-are sampled from a subset of the vocabulary, for ``filtered.choose_filtered``. It draws for rows with top-p
-only (rows by mass) as for unfiltered ones: their draw from all tokens is seldom rejected.
+Besides the work of ``head.best_tokens``, it applies penalties, and stores the logits of filtered rows, those
+that are sampled from a subset of the vocabulary, for ``filtered.choose_filtered``. Rows with top-p only (rows
+by mass) get a draw from all tokens, like unfiltered rows, because it is seldom rejected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROLES = {"_filtered_tiles_kernel": "head"}
 
 
 class Tiles(NamedTuple):
-    """What the head computes for rows that are sampled from a subset of the vocabulary.
+    """The head's results for each vocabulary tile, from which filtered rows are sampled.
 
-    values, indices ``[M, TILES]``: as in ``head.best_tokens_ref``, also for rows by mass; other filtered
-    rows have no noise.
+    values, indices ``[M, TILES]``: as in ``head.best_tokens_ref``, also for rows by mass; values of other
+    filtered rows have no noise.
     maxima ``[M, TILES]`` fp32: largest logit of each tile, for filtered rows.
     masses ``[M, TILES]`` fp32: sum of ``exp((logit - largest) / temperature)`` per tile, for filtered rows.
     logits ``[M, TILES * width]`` fp32: −inf past the vocabulary, for filtered rows.
-    arrived ``[M]`` int32: zeros, with which the programs of a row count themselves.
+    arrived ``[M]`` int32: counters of each row's finished programs, zero at first. width: tokens per tile.
     """
 
     values: Tensor
@@ -65,10 +65,10 @@ def settings_of(state: DeviceState) -> Settings:
 def filtered_tiles_ref(
     *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
 ) -> Tiles:
-    """Reference, with a single tile, for the head of a batch with filtered rows.
+    """Compute the head of a batch with filtered rows, as a single tile (torch reference).
 
     hidden ``[M, K]``, weight ``[N, K]``, and a state of M rows. counts ``[S, N]`` int32 (``token_counts``):
-    penalises the rows that have an entry; None if none has.
+    token counts of the penalised rows; None if no row is penalised.
     """
     logits = hidden.float() @ weight.float().t()
     if counts is not None:
@@ -95,7 +95,7 @@ def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Te
 
 @triton.jit
 def penalised(logits, seen, repetition, presence, frequency):
-    """Apply ``draw.penalised_ref`` to a tile; the last three arguments broadcast with it."""
+    """Apply the penalties of ``draw.penalised_ref`` to a tile; the last three arguments broadcast with it."""
     times = seen >> 1
     repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
     logits = tl.where(seen > 0, repeated, logits)
@@ -104,7 +104,7 @@ def penalised(logits, seen, repetition, presence, frequency):
 
 @triton.jit
 def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
-    """Apply penalties, four columns of the state read ``at``, to a tile's rows that have counts."""
+    """Apply :func:`penalised` to a tile's rows that have counts; at: the rows' offsets in the state."""
     counts_column, repetition_ptr, presence_ptr, frequency_ptr = penalties
     own = tl.load(counts_column + at, mask=held_rows, other=0)
     repetition = tl.load(repetition_ptr + at, mask=own > 0, other=1.0)
@@ -122,7 +122,7 @@ def _filtered_tiles_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """tiles: pointers to the tensors of :class:`Tiles`."""
+    """Compute one tile for BLOCK_M rows per program; tiles: pointers to the tensors of :class:`Tiles`."""
     values_ptr, indices_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr = tiles
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -175,10 +175,10 @@ def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 def filtered_tiles(
     *, hidden, weight, state: DeviceState, counts=None, dependent: int = False, shape: Shape = filtered_shape
 ) -> Tiles:
-    """Run :func:`filtered_tiles_ref` in Triton, but with many tiles.
+    """Compute the head of a batch with filtered rows in Triton, with many tiles per row.
 
-    hidden, weight and counts must be contiguous. Outputs that only filtered rows use stay uninitialised for
-    the rest. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
+    Arguments as in :func:`filtered_tiles_ref`; hidden, weight and counts must be contiguous. Outputs that
+    only filtered rows use stay uninitialised for others. shape: (rows, dtype) → tile sizes, warps, stages.
     """
     (rows, width), vocab = hidden.shape, len(weight)
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)

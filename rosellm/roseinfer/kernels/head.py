@@ -34,7 +34,7 @@ def best_tokens_ref(
     positions: Tensor,
     sampled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Reference, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
+    """Return each row's best value ``[M, 1]`` fp32 and its token ``[M, 1]`` int32 (torch reference).
 
     hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64, positions int32, ``[M]``
     each. positions: tokens cached before this step, so the drawn token has index ``positions + 1``. NaN
@@ -54,7 +54,7 @@ def best_tokens_ref(
 def with_noise(
     logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
 ):
-    """Return a tile's logits plus ``amounts``, one per row, times the noise of the row's next token."""
+    """Return a tile's logits plus the noise of each row's next token, scaled by the row's ``amounts``."""
     if tl.max(amounts, axis=0) > 0:
         seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
         positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
@@ -66,7 +66,7 @@ def with_noise(
 
 @triton.jit
 def store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N: tl.constexpr):
-    """Store each row's best value in a tile, and its token."""
+    """Store each row's largest value in a tile, and the token that has it."""
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
     tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
@@ -104,7 +104,7 @@ def _best_tokens_kernel(
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Return tile sizes, warps and pipeline stages."""
+    """Return tile sizes, warps and pipeline stages for ``rows`` rows."""
     return best("head", rows=rows, bits=8 * dtype.itemsize)
 
 
@@ -112,11 +112,12 @@ def best_tokens(
     *, hidden, weight, temperature, seeds, positions, sampled=True,
     dependent: int = False, shape: Shape = _shape,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run :func:`best_tokens_ref` in Triton, with one result per tile: ``[M, TILES]``.
+    """Return each row's best value and token in each vocabulary tile, ``[M, TILES]``, by a Triton kernel.
 
-    hidden and weight must be contiguous; temperature and positions are columns of one state (equal row
-    strides). sampled=False compiles sampling out, for all-greedy batches: random numbers take registers that
-    the GEMM could use. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
+    Arguments as in :func:`best_tokens_ref`; hidden and weight must be contiguous, and temperature and
+    positions columns of one state (equal row strides). sampled=False compiles sampling out, for all-greedy
+    batches: random numbers take registers that the GEMM could use. shape: (rows, dtype) → tile sizes, warps
+    and pipeline stages.
     """
     rows, width = hidden.shape
     vocab = weight.shape[0]

@@ -38,10 +38,10 @@ def activated_ref(y: Tensor, activation: Activation) -> Tensor:
 def some_rows_linear_ref(
     *, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none", parts: int = 1
 ) -> Tensor:
-    """Reference: ``f(x @ weight.T + bias)`` → ``[M, N]``, or, without a bias, ``parts`` partial sums.
+    """Compute ``f(x @ weight.T + bias)`` → ``[M, N]``, or ``parts`` partial sums (torch reference).
 
-    With ``parts`` above 1 (split-K) the result is ``[parts, M, N]`` fp32: GEMMs over that many equal ranges
-    of K, which the consumer adds up.
+    ``parts`` above 1 (split-K) requires bias None and activation "none". The result is then ``[parts, M, N]``
+    fp32: GEMMs over that many equal ranges of K, which the consumer adds up.
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
@@ -51,15 +51,15 @@ def some_rows_linear_ref(
 
 
 def is_narrow(n: int, k: int) -> bool:
-    """Return whether a model is as narrow as GPT-2 small.
+    """Return whether a weight ``[n, k]`` has a dimension below 1,024, as in GPT-2 small.
 
-    Attention and GEMMs then take so little time that they overlap, and tiles compete for shared memory.
+    Attention and GEMMs of such a model are so short that they overlap, and tiles compete for shared memory.
     """
     return min(n, k) < 1024
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """Return the number of equal ranges of K (split-K), multiples of 128, or of 64 in narrow models."""
+    """Return the number of equal ranges of K (split-K), each a multiple of 128, or of 64 in narrow models."""
     (parts,) = best("parts", rows=rows, n=n, k=k, narrow=min(n, k))
     if is_narrow(n, k):
         return parts if k % (64 * parts) == 0 else 1
@@ -69,7 +69,7 @@ def parts_of(rows: int, n: int, k: int) -> int:
 
 
 def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
-    """Return the tile of a GEMM ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K.
+    """Return the tile shape of a GEMM ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K.
 
     Every program rereads its rows of x from the L2 cache: wide tiles over short ranges of K read less, and
     narrow tiles over long ones leave fewer partial sums.
@@ -103,7 +103,7 @@ def silu(y):
 
 @triton.jit
 def weight_rows(block, i, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return the rows i of the weight that a program multiplies by; "swiglu" alternates gate and up rows."""
+    """Return the weight rows at indices i of a program's tile; "swiglu" alternates gate and up rows."""
     if ACTIVATION == "swiglu":
         rows = block * (BLOCK_N // 2) + i // 2 + (i % 2) * (N // 2)
     else:
@@ -127,7 +127,7 @@ def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of x by weight rows ``columns``, in fp32, over WIDTH elements of K from ``begin``."""
+    """Return x's rows times weight rows ``columns``, in fp32, over WIDTH elements of K from ``begin`` on."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -150,7 +150,7 @@ def copied_product(
     x_tiles, w_tiles, first_row, first_w_row, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Like :func:`tile_product`, with tiles copied by TMA, which reads zeros past the last row."""
+    """Return the same as :func:`tile_product`, with tiles copied by TMA, which reads 0 past the last row."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         x = x_tiles.load([first_row, begin + first])
@@ -164,7 +164,7 @@ def copied_gated_product(
     x_tiles, w_tiles, first_row, first_w_row, half, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by the gate's weight rows, and by those of the up projection, ``half`` rows further on."""
+    """Return x's rows times the gate's weight rows, and times the up projection's, ``half`` rows below."""
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -182,11 +182,11 @@ def _some_rows_kernel(
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K in a pipelined loop."""
+    """Compute one BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K, in a pipelined loop."""
     block = tl.program_id(0)
     w_rows = weight_rows(block, tl.arange(0, BLOCK_N), N, BLOCK_N, ACTIVATION)
     first_row = tl.program_id(1) * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)  # within the tile; only its first row's offset needs 64 bits
+    rows = tl.arange(0, BLOCK_M)  # within the tile: only the offset of its first row needs 64 bits
     held_rows = first_row + rows < M
     x_ptr += first_row.to(tl.int64) * K
     part = tl.program_id(2)
@@ -235,7 +235,7 @@ def some_rows_linear(
     *, x, weight, bias=None, activation: Activation = "none", parts=1,
     dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Run :func:`some_rows_linear_ref` in Triton.
+    """Compute ``f(x @ weight.T + bias)`` as :func:`some_rows_linear_ref` does, in Triton.
 
     All tensors must be contiguous. shape: (rows, n, k, dtype, parts) → tile sizes, warps and stages. copies:
     use TMA where that pays; False: load tiles in the same way for any number of rows.
@@ -261,8 +261,8 @@ def some_rows_linear(
 def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):
     """Return TMA descriptors of x's and the weight's tiles, or (None, None) for ordinary loads.
 
-    TMA copies rows of multiples of 16 bytes, and a range of K must end with a tile. Ordinary loads are faster
-    for tiles of fewer than ``TMA_ROWS`` rows, for up to 128 rows of narrow models, and for fp32.
+    TMA requires rows of a multiple of 16 bytes, and ranges of K that end where a tile ends. Ordinary loads
+    are faster for tiles of fewer than ``TMA_ROWS`` rows, for up to 128 rows of narrow models, and for fp32.
     """
     whole = width % block_k == 0 or width == x.shape[1]
     few = block_m < TMA_ROWS or (len(x) <= 128 and is_narrow(*weight.shape))

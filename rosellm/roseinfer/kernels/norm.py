@@ -13,10 +13,10 @@ ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_ke
 
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-    """Reference: the sum of token and position embeddings; ids and positions ``[N]`` → ``[N, C]``.
+    """Return the sum of token and position embeddings, ids and positions ``[N]`` → ``[N, C]`` (reference).
 
-    tokens ``[V, C]`` and places ``[P, C]``: the embedding tables. Negative positions, of inert rows, read
-    place 0. Without places, positions are ignored.
+    tokens ``[V, C]`` and places ``[P, C]``: the embedding tables. Negative positions, of inert rows, count as
+    0. Without places, positions are ignored.
     """
     return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
 
@@ -30,7 +30,7 @@ def add_norm_ref(
     shift: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Reference, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then return the norm of x.
+    """Add ``sum(delta) + bias`` to x in place, and return the norm of x (reference, in fp32 arithmetic).
 
     x ``[M, C]``. delta ``[P, M, C]``: partial sums; if None, x stays unchanged and bias is ignored. bias,
     scale and shift: ``[C]``. The norm, ``[M, C]`` in x's dtype, is LayerNorm, or RMSNorm (Zhang & Sennrich
@@ -45,7 +45,7 @@ def add_norm_ref(
 
 
 def silu_mul_ref(*, x: Tensor) -> Tensor:
-    """Reference, in fp32: ``[M, 2 F]`` → ``silu(x[:, :F]) * x[:, F:]`` (SwiGLU, Shazeer 2020)."""
+    """Return ``silu(x[:, :F]) * x[:, F:]`` (SwiGLU, Shazeer 2020) of x ``[M, 2 F]`` (reference, in fp32)."""
     gate, up = x.float().chunk(2, dim=1)
     return (F.silu(gate) * up).to(x.dtype)
 
@@ -55,7 +55,7 @@ def _embed_kernel(
     ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Embed one row per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -102,7 +102,7 @@ def _add_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
     SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Add to one row per program, and normalise it."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -122,7 +122,7 @@ def _add_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(x_ptr, out_ptr, C: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
-    """WIDTH elements of one row's result per program."""
+    """Compute WIDTH elements of one row's result per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = c < C
@@ -138,7 +138,7 @@ def _warps(width: int) -> int:
 
 
 def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Tensor:
-    """Run :func:`embed_ref` in Triton; tables must be contiguous, ids and positions int32."""
+    """Embed tokens as :func:`embed_ref` does, in Triton; tables are contiguous, ids and positions int32."""
     rows, width = len(ids), tokens.shape[1]
     out = tokens.new_empty(rows, width)
     padded = triton.next_power_of_2(width)
@@ -152,7 +152,7 @@ def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Ten
 
 
 def add_norm(*, x, delta=None, bias=None, scale, shift, eps, dependent: int = False) -> Tensor:
-    """Run :func:`add_norm_ref` in Triton; all tensors must be contiguous."""
+    """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous."""
     rows, width = x.shape
     out = x.new_empty(rows, width)
     padded = triton.next_power_of_2(width)
@@ -167,7 +167,7 @@ def add_norm(*, x, delta=None, bias=None, scale, shift, eps, dependent: int = Fa
 
 
 def silu_mul(*, x, dependent: int = False) -> Tensor:
-    """Run :func:`silu_mul_ref` in Triton; x must be contiguous."""
+    """Compute SwiGLU as :func:`silu_mul_ref` does, in Triton; x must be contiguous."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     block = min(1024, triton.next_power_of_2(width))

@@ -1,8 +1,8 @@
-"""Online softmax (Milakov & Gimelshein 2018) in base 2: tile by tile in one program, then over programs.
+"""Online softmax (Milakov & Gimelshein 2018) in base 2: tile by tile in one program, then across programs.
 
-A row of keys may be split into pieces, one per program: each stores a partial result, and a second kernel
-combines those of a row (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding). Shapes: M rows of queries of one
-group, TILE tokens, D head size.
+A row's keys may be split into pieces, one per program. Each program stores a partial result, and a second
+kernel combines the results of a row (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding). Shapes: M query rows
+of one KV head, TILE tokens, D head size.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_combine_pieces_kernel": "attention"}
-COMBINED_AT_ONCE = 64  # partial results at once, at most
-ONE_WARP_COMBINES = 1024  # elements at once, at most
+COMBINED_AT_ONCE = 64  # most partial results that are loaded at once
+ONE_WARP_COMBINES = 1024  # most elements at once for which one warp is used
 
 
 class Tiling(NamedTuple):
     """Compile-time constants: tokens per tile, window, rows of q, distinct rows of q, pipeline stages.
 
-    DOT: operand dtype of GEMMs, or None for sums of vector products. NORMS: whether heads are normalised.
-    LANES: as in ``attention_plan.Variant``.
+    WINDOW: tokens attended to; 0: all. DOT: operand dtype of GEMMs, or None for sums of vector products.
+    NORMS: whether q and k are normalised per head. LANES: as in ``attention_plan.Variant``.
     """
 
     TILE: int
@@ -42,10 +42,10 @@ class Tiling(NamedTuple):
 def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
     """Return the initial state of the online softmax: maxima, sums of weights, weighted sums of values.
 
-    ``[M]``, ``[M, TILE]`` and ``[M, D]`` with DOT, so that sums across threads are taken once, at the end.
-    With LANES, each token of a tile has its own softmax: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``. Otherwise
-    ``[1]``, ``[1]`` and ``[1, D]``. The initial maximum is a large negative finite number; -inf - -inf would
-    be NaN.
+    With DOT, these are ``[M]``, ``[M, TILE]`` and ``[M, D]``, so that sums across threads are taken once, at
+    the end. With LANES, each token of a tile has its own softmax: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``.
+    Otherwise they are ``[1]``, ``[1]`` and ``[1, D]``. The initial maximum is a large negative number, since
+    -inf - -inf would be NaN.
     """
     TILE: tl.constexpr = tiling.TILE
     ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
@@ -58,7 +58,8 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2: scale includes log2(e).
 
-    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``, or None if all are; the state as in :func:`no_keys`.
+    q ``[M, D]``, k and v ``[TILE, D]``. seen ``[TILE]``: which tokens are attended to; None: all. m_i, l_i
+    and acc: the state as in :func:`no_keys`, which is returned updated.
     """
     DOT: tl.constexpr = tiling.DOT
     if DOT is None:
@@ -87,7 +88,7 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
 def gathered(m_i, l_i, acc, tiling: tl.constexpr):
     """Reduce the softmax state to maxima ``[M]``, sums of weights ``[M]`` and weighted sums ``[M, D]``.
 
-    For tilings with DOT or LANES, whose states (see :func:`no_keys`) are larger.
+    Only tilings with DOT or LANES need it, because their states (:func:`no_keys`) are larger.
     """
     if tiling.DOT is not None:
         l_i = tl.sum(l_i, axis=1)
@@ -102,7 +103,7 @@ def gathered(m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def with_new(score, v_new, m_i, l_i, acc):
-    """Add one token to the online softmax: score ``[M]``, v_new ``[1, D]``."""
+    """Add the new token to a softmax state: score ``[M]``, v_new ``[1, D]``; return the new state."""
     m_new = tl.maximum(m_i, score)
     p = tl.exp2(score - m_new)
     alpha = tl.exp2(m_i - m_new)
@@ -112,8 +113,7 @@ def with_new(score, v_new, m_i, l_i, acc):
 class PartialRows(NamedTuple):
     """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
 
-    The result of a piece and a row is at the sum of their indices: no two share an index, and a row's results
-    are adjacent.
+    The result of piece p for row b is at index p + b, which is unique, and a row's results are adjacent.
     """
 
     m_i: Tensor
@@ -122,14 +122,14 @@ class PartialRows(NamedTuple):
 
 
 def new_partial(q: Tensor, parts: int) -> PartialRows:
-    """Allocate ``parts`` partial results of q's heads ``[B, H, D]``."""
+    """Allocate ``parts`` partial results for queries of the shape of q, ``[B, H, D]``."""
     sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
     return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))
 
 
 @triton.jit
 def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
-    """Store a group's outputs ``[M, D]`` into ``[…, H, D]``."""
+    """Store the outputs ``[M, D]`` of one KV head's queries in row ``row`` of ``[..., H, D]``."""
     m = tl.arange(0, M)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
     place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
@@ -167,9 +167,10 @@ def _combine_pieces_kernel(
     out_ptr, partial, starts_ptr, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per query head and row, or per cut between pieces if there are fewer cuts than rows.
+    """Store the weighted mean of a row's partial results, for one query head per program.
 
-    Stores the weighted mean of a split row's partial results; the program of the row's first cut does this.
+    There is one program per query head and row, or, with BY_CUT, per query head and cut between pieces; the
+    program of a row's first cut then does the work. Rows that are not split are left unchanged.
     """
     head = tl.program_id(1)
     d = tl.arange(0, D)
@@ -200,7 +201,7 @@ def _combine_pieces_kernel(
 
 
 def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = False) -> None:
-    """Write the results of split rows to out ``[B, H, D]``; other rows are unchanged."""
+    """Combine the partial results of split rows into out ``[B, H, D]``; other rows are unchanged."""
     batch, n_heads, head_dim = out.shape
     padded = triton.next_power_of_2(head_dim)
     parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))

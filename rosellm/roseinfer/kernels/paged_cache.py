@@ -1,4 +1,4 @@
-"""Arguments of attention kernels in bundles: one layer's cache, new tokens, rows, and all sizes.
+"""Bundled arguments of attention kernels: one layer's cache, new tokens, rows, and all sizes.
 
 A kernel gets the fields of :class:`NewTokens`, :class:`PagedCache` and :class:`Rows` as pointers and
 integers, and those of :class:`AttentionShape` as compile-time constants.
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 def layer_arguments(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
 ) -> tuple[NewTokens, PagedCache, AttentionShape]:
-    """Return three launch arguments from a layer's tensors; smallest: lower bound of D_PADDED."""
+    """Bundle a layer's tensors into launch arguments of an attention kernel; smallest: least D_PADDED."""
     _, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
     padded = max(smallest, triton.next_power_of_2(head_dim))
@@ -77,7 +77,7 @@ def dot_dtype(q: Tensor):
 def described_rows(cache: PagedCache, rows: int):
     """Return TMA descriptors of keys and values that copy ``rows`` consecutive slots of a head at a time.
 
-    Slots are numbered ``(block * H_KV + head) * BLOCK_SIZE + slot``.
+    Slot s of a head and block is at row ``(block * H_KV + head) * BLOCK_SIZE + s`` of the descriptors.
     """
     head_dim = cache.k.shape[3]
     return tuple(
@@ -98,14 +98,14 @@ def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
 
 @triton.jit
 def are_seen(start, first, stop, tiling: tl.constexpr):
-    """Return which of a tile's tokens are among ``first`` … ``stop`` (exclusive), ``[TILE]``."""
+    """Return which tokens of the tile at ``start`` are at ``first`` to ``stop`` (exclusive), ``[TILE]``."""
     token = start + tl.arange(0, tiling.TILE)
     return (token >= first) & (token < stop) if tiling.WINDOW else token < stop
 
 
 @triton.jit
 def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr):
-    """Return a tile's block, or each token's ``[TILE]`` if tiles may cross blocks; 0 from ``stop`` on."""
+    """Return a tile's block, or its tokens' blocks ``[TILE]`` if tiles cross blocks; 0 from ``stop`` on."""
     token = start
     if shape.BLOCK_SIZE % tiling.TILE != 0:
         token = start + tl.arange(0, tiling.TILE)
@@ -148,7 +148,7 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
 
 @triton.jit
 def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """Store one token's key and value ``[D]`` for one head in its block."""
+    """Store one token's key and value ``[D]`` for one head in the token's slot of ``block``."""
     d = tl.arange(0, shape.D_PADDED)
     place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
     tl.store(cache.k + place, k_new, mask=d < shape.D)
@@ -157,6 +157,6 @@ def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constex
 
 @triton.jit
 def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """Like :func:`store_token`, with the block from the sequence's table."""
+    """Store one token's key and value ``[D]`` for one head, in the block that the sequence's table gives."""
     block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
     store_token(cache, block, position, kv_head, k_new, v_new, shape)

@@ -17,14 +17,14 @@ from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_sum_add_norm_kernel": "norm"}
-HALVES = 2  # used alternately: a rank is at most one sum ahead of another
+HALVES = 2  # halves of the memory, used alternately: a rank is at most one sum ahead of another
 FLAG_BYTES = 4
 
 
 def peer_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
-    """Return the bytes a rank shares for sums of up to ``rows`` rows.
+    """Return the bytes of memory that each rank shares for sums of up to ``rows`` rows.
 
-    Each half has flags, by row and rank, and then rows.
+    Each of the two halves has a flag per row and rank, then the rows.
     """
     return HALVES * _half_bytes(rows, width, itemsize, n_ranks)
 
@@ -38,13 +38,13 @@ def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
 
 
 def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
-    """Reference: ``norm.add_norm_ref`` with all ranks' partial sums ``[ranks, M, C]``."""
+    """Apply ``norm.add_norm_ref`` to all ranks' partial sums ``[ranks, M, C]`` (torch reference)."""
     return add_norm_ref(x=x, delta=partial, **norm)
 
 
 @triton.jit
 def rows_of(address, rows_at, like_ptr):
-    """Return a pointer of like_ptr's type, marked as aligned to 16 bytes."""
+    """Return a pointer to rows in a rank's memory, of like_ptr's type and marked as aligned to 16 bytes."""
     return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
@@ -54,7 +54,7 @@ def _sum_add_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr,
     SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; flags_at, rows_at: byte offsets into each rank's memory."""
+    """All-reduce, add and normalise one row per program; flags_at, rows_at: byte offsets in ranks' memory."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -66,7 +66,7 @@ def _sum_add_norm_kernel(
     tl.store(rows_of(own, rows_at, y_ptr) + row * C + c, y, mask=inside)
     tl.debug_barrier()
     for rank in tl.static_range(RANKS):
-        if rank != RANK:  # a flag is 1 from when its row is stored until its reader has seen it
+        if rank != RANK:  # a flag is 1 after its row is stored, until its reader resets it
             flags = (tl.load(addresses_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
             while tl.atomic_cas(flags + row * RANKS + RANK, 0, 1, sem="release", scope="sys") != 0:
                 pass
@@ -91,11 +91,11 @@ def _sum_add_norm_kernel(
 
 
 def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False) -> Callable[..., Tensor]:
-    """Return a Triton kernel, called like ``norm.add_norm`` with this rank's partial sum ``delta [1, M, C]``.
+    """Return a kernel like ``norm.add_norm`` that all-reduces ``delta [1, M, C]``, a rank's partial sum.
 
     M is at most ``most_rows``, and all tensors must be contiguous. All ranks must make the same calls, and an
-    even number of them in any captured graph, because the halves alternate. peers: memory of ``peer_bytes``
-    for ``most_rows`` rows.
+    even number of them in any captured graph, because the halves of the shared memory alternate. peers:
+    shared memory of the size that :func:`peer_bytes` returns for ``most_rows`` rows.
     """
     launch, turn = launch_options(dependent), [0]
     rank, n_ranks = peers.part.rank, peers.part.size

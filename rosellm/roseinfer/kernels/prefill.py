@@ -38,7 +38,7 @@ from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M = 64  # queries per tile
-PROGRAMS_OF_SM = 2  # concurrent: heads of 128 take 113 KiB of its 228 KiB of shared memory
+PROGRAMS_OF_SM = 2  # concurrent programs: with heads of 128, each takes 113 of the SM's 228 KiB
 
 
 def prefill_attention_ref(
@@ -53,12 +53,12 @@ def prefill_attention_ref(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Reference in plain torch, in fp32 arithmetic, one sequence at a time.
+    """Attend with new prompt tokens, and store their keys and values (torch reference, in fp32 arithmetic).
 
     q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
     sequence's blocks may hold anything) → ``[N, H, D]`` in q's dtype. k_new and v_new are stored in the
-    caches. Tokens past those of the tiles are padding, whose outputs are undefined. window: number of tokens
-    that each query attends to, including its own; None: all before it.
+    caches. Tokens past those of the tiles are padding, whose outputs are undefined. scale: factor on the
+    scores. window: number of tokens that each query attends to, including its own; None: all before it.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -111,7 +111,7 @@ def _causal_attention(
 
 
 class Launch(NamedTuple):
-    """Launch configuration: keys per tile, warps, pipeline stages, and query heads per program."""
+    """A launch configuration of prefill attention: keys per tile, warps, stages, query heads per program."""
 
     block_n: int
     num_warps: int
@@ -120,10 +120,10 @@ class Launch(NamedTuple):
 
 
 def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """Return the fastest launch on an H200 for ``group`` query heads per KV head.
+    """Return the fastest launch configuration on an H200 for ``group`` query heads per KV head.
 
     Tiles have 64 keys, or 16 in fp32: sums then have the same order for any chunks and cached prefixes that
-    are multiples of 64 tokens. Heads of size 64 leave registers for two of them per program, which then reads
+    are multiples of 64 tokens. With heads of size 64, a program has registers for two of them, and then reads
     keys and values from the L2 cache half as often.
     """
     return Launch(*best("prefill", bits=8 * dtype.itemsize, head_dim=head_dim, group=group))
@@ -160,7 +160,7 @@ def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr
 
 @triton.jit
 def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Load keys and values ``[BLOCK_N, D]`` at offsets ``place``; zero past D and, if MASKED, if not held."""
+    """Load keys and values ``[BLOCK_N, D]`` at offsets ``place``; 0 past D and, if MASKED, where not held."""
     if shape.D == shape.D_PADDED and not MASKED:
         return tl.load(source.k + place), tl.load(source.v + place)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
@@ -173,7 +173,7 @@ def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Load cached keys and values ``[BLOCK_N, D]`` at positions ``key``; if MASKED, zero from start on."""
+    """Load cached keys and values ``[BLOCK_N, D]`` at positions ``key``; if MASKED, 0 from ``start`` on."""
     held = key < start
     if MASKED:
         block = tl.load(table_ptr + key // shape.BLOCK_SIZE, mask=held, other=0)
@@ -203,14 +203,13 @@ def _prefill_attention_kernel(
     tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
+    """Attend with HEADS query heads of a tile per program: to the prefix, earlier new tokens, and the tile.
 
     The HEADS x BLOCK_M rows, one head after another, are multiplied by the same keys. The first program of a
     group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor compared
     with positions; loops of few iterations are not pipelined, which would only cost registers. With
-    ``partial``, the keys before a tile may be split among several programs, in whole tiles of keys, each of
-    which takes the cached keys of its share; the last also takes all remaining keys and is the only one to
-    store new ones.
+    ``partial``, the keys before a tile may be split among several programs, in whole tiles of keys. Each
+    takes the cached keys of its share; the last also takes all other keys, and it alone stores the new ones.
     """
     ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
@@ -290,7 +289,7 @@ def _prefill_attention_kernel(
         place = (first + begin).to(tl.int64) * new.kv_stride + new_tile
         k, v = _load_pair(new, place, own < n_rows, shape, True)
         _store_pair(cache, table_ptr, position + own, own < n_stored, k, v, kv_head, shape)
-        key = position + own  # rows past n_rows see zeros and are not stored
+        key = position + own  # rows past n_rows read zeros and are not stored
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
     if partial is not None:
@@ -308,18 +307,18 @@ def prefill_attention(
     *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None,
     dependent: int = False, launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run :func:`prefill_attention_ref` as FlashAttention (Dao et al. 2022, arXiv:2205.14135).
+    """Compute :func:`prefill_attention_ref` in Triton, as FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
     Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
     does not divide the group) by tiles of ``launch.block_n`` keys; all are powers of two. launch: by default
-    that of :func:`launch_for`. Raises ``OptionError`` unless block_n divides the tiles' size.
+    the result of :func:`launch_for`. Raises ``OptionError`` unless block_n divides the tiles' size.
 
-    Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
-    contiguous, k_new and v_new alike); block_table rows are contiguous; all have one dtype; scale is
-    positive. tiles and block_table must have been written at least two kernels earlier. No two new tokens may
-    share a slot, and no new token may use a slot of a prefix that is read. Slots are written in no particular
-    order: programs read new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores,
-    those of fp32 in full fp32; the softmax is always fp32.
+    Caches and block_table rows are contiguous. q, k_new and v_new may be slices of a fused projection (rows
+    strided, ``[H, D]`` contiguous, k_new and v_new alike). All have one dtype, and scale is positive. tiles
+    and block_table must have been written at least two kernels earlier. No two new tokens may share a slot,
+    and no new token may use a slot of a prefix that is read. Slots are written in no particular order:
+    programs read new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores, those of
+    fp32 in full fp32; the softmax is always fp32.
     """
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
     block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)

@@ -2,8 +2,8 @@
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
 ``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of a
-GPU idle, so the keys of such a tile may be split, too: its pieces run in separate programs, whose partial
-results are combined (:mod:`prefill_pieces`).
+GPU idle, so the keys of such a tile may be split, too: the tile's pieces run in separate programs, whose
+partial results are combined (:mod:`prefill_pieces`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
 COLUMNS = 8  # integers that describe one program
-LONG_PREFIX = 1024  # cached tokens; for fewer, combining pieces costs more than it saves
-PIECE_KEYS = 16  # keys a tile's head attends to while one piece is combined, timed on an H200
+LONG_PREFIX = 1024  # cached tokens, below which combining pieces costs more than it saves
+PIECE_KEYS = 16  # keys that a head attends to in the time of combining a piece, on an H200
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` the tile size.
 
-    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: tiles may be split into
-    pieces; computing the whole tile in each of its programs gives the same result.
+    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: whether each program
+    computes only its piece of a tile; if False, it computes the whole tile, with the same result.
     """
 
     columns: Tensor
@@ -45,10 +45,11 @@ def pieces_for(
 ) -> list[int] | None:
     """Return the number of pieces into which each sequence's tiles are split, or None if none is split.
 
-    Splitting n keys into p pieces takes the time of n / p keys, plus that of ``PIECE_KEYS`` keys per piece,
-    tile and query head, which share the GPU's memory; the minimum is at the square root of n / (PIECE_KEYS *
-    tiles * heads). room: programs per query head that run at once, which the pieces of all tiles may fill,
-    long prefixes in proportion to their lengths. window: number of tokens that each query attends to.
+    starts, counts: cached and new tokens per sequence. Splitting n keys into p pieces takes the time of n / p
+    keys, plus the time of ``PIECE_KEYS`` keys for each piece of each tile and query head, because these share
+    the GPU's memory; p is optimal at the square root of n / (PIECE_KEYS * tiles * heads). room: programs per
+    query head that run at once; the pieces fill it, with more of them for longer prefixes. heads: query
+    heads. window: number of tokens that each query attends to.
     """
     if max(starts, default=0) < LONG_PREFIX:
         return None
@@ -67,14 +68,13 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
     """Split sequences into tiles of at most ``tile_size`` new tokens → ``[COLUMNS, n]`` int32, on the host.
 
     starts and counts: cached and new tokens per sequence, in packed order; rows: their rows of the block
-    table, None for 0, 1, 2 …; pieces: pieces of each sequence's tiles, None for 1. A column describes one
-    piece of a tile: the tile's first packed row, its number of rows, the position of its first token in the
-    sequence, the sequence's first packed row, its start, its table row, the index of the piece, and the
-    number of pieces, which are adjacent.
+    table, None for 0, 1, 2 …; pieces: number of pieces of each sequence's tiles, None for 1. A column
+    describes one piece of a tile: the tile's first packed row, its number of rows, the position of its first
+    token in the sequence, the sequence's first packed row, its start, its table row, the index of the piece,
+    and the tile's number of pieces, whose columns are adjacent.
 
     Longer sequences come first, in sections small enough for their keys and values to stay in the L2 cache;
-    within a section, tiles that attend to more tokens come first, so that no long tile is left running at the
-    end.
+    within a section, tiles that attend to more tokens come first, so that no long tile runs last.
     """
     if len(counts) == 1 and pieces is None:
         return _columns_of_one(starts[0], counts[0], 0 if rows is None else rows[0], tile_size)
@@ -97,7 +97,7 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
 
 
 def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndarray:
-    """Fast path of :func:`tile_columns` for one sequence: the GPU idles until a lone prompt is sent."""
+    """Return :func:`tile_columns` of one sequence, faster: the GPU idles until a lone prompt is launched."""
     before = np.arange(0, count, tile_size, dtype=np.int32)[::-1]
     columns = np.empty((COLUMNS, len(before)), np.int32)
     columns[0] = before
@@ -108,12 +108,12 @@ def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndar
 
 
 def _firsts(sizes: np.ndarray) -> np.ndarray:
-    """Return the start of each of consecutive spans with these sizes."""
+    """Return the start of each span, for consecutive spans of these sizes."""
     return sizes.cumsum() - sizes
 
 
 def _sections(lengths: np.ndarray) -> np.ndarray:
-    """Return each sequence's section: about SECTION_TOKENS tokens, the longest sequences first."""
+    """Return each sequence's section; sections of about SECTION_TOKENS tokens are filled longest first."""
     order = (-lengths).argsort(kind="stable")
     sections = np.empty_like(lengths)
     sections[order] = _firsts(lengths[order]) // SECTION_TOKENS

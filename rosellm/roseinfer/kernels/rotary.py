@@ -18,16 +18,16 @@ WARPS = 4
 
 
 def position_heads_ref(*, q: Tensor, k: Tensor, positions: Tensor, rotary: Rotary) -> None:
-    """Reference, in place: q ``[N, H, D]``, k ``[N, H_kv, D]``, at positions ``[N]`` int32.
+    """Normalise and rotate q ``[N, H, D]`` and k ``[N, H_kv, D]`` in place (torch reference).
 
-    Negative positions, of inert rows, count as 0.
+    positions ``[N]`` int32: the tokens' positions; negative ones, of inert rows, count as 0.
     """
     for heads, norm in ((q, rotary.q_norm), (k, rotary.k_norm)):
         heads.copy_(positioned_ref(heads, norm, positions, rotary))
 
 
 def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Return heads ``[N, H, D]``, normalised by weights ``norm`` and rotated in fp32, in their own dtype."""
+    """Return heads ``[N, H, D]`` normalised with weights ``norm`` and rotated, in fp32, then cast back."""
     wide = heads.float()
     if norm is not None:
         wide = F.rms_norm(wide, norm.shape, norm.float(), rotary.eps)
@@ -36,7 +36,7 @@ def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary
 
 @triton.jit
 def load_angles(rotary, position, shape: tl.constexpr):
-    """Return cosine and signed sine ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
+    """Return cosines and signed sines ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
     D: tl.constexpr = shape.D_PADDED
     d = tl.arange(0, D)[None, :]
     if rotary is None:
@@ -55,7 +55,7 @@ def load_angles(rotary, position, shape: tl.constexpr):
 def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
     """Load adjacent heads ``[ROWS, D]`` and, if rotary is given, the same heads with their halves swapped.
 
-    Zero from ``count`` heads on.
+    Rows from ``count`` on are zero.
     """
     m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
@@ -69,7 +69,7 @@ def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def positioned(heads, norm, rotary, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
-    """Normalise and rotate heads, in their dtype; heads and norm as from :func:`load_heads`."""
+    """Return normalised and rotated heads in their dtype; heads and norm are pairs of :func:`load_heads`."""
     x, swapped = heads
     dtype: tl.constexpr = x.dtype
     if rotary is not None:
@@ -87,7 +87,7 @@ def _position(
     heads_ptr, norm_ptr, cos, sin, eps, H: tl.constexpr, H_PADDED: tl.constexpr, D: tl.constexpr,
     HALF_PADDED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate in place; one thread reads and writes each element, so no barrier is needed."""
+    """Normalise and rotate heads in place; no barrier is needed, since one thread handles each element."""
     head = tl.arange(0, H_PADDED)[:, None]
     d = tl.arange(0, HALF_PADDED)
     inside = (head < H) & (d < D // 2)[None, :]
@@ -111,7 +111,7 @@ def _position_heads_kernel(
     H: tl.constexpr, H_KV: tl.constexpr, H_PADDED: tl.constexpr, H_KV_PADDED: tl.constexpr, D: tl.constexpr,
     HALF_PADDED: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Normalise and rotate the heads of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF_PADDED)
     position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
@@ -124,9 +124,9 @@ def _position_heads_kernel(
 
 
 def position_heads(*, q, k, positions, rotary, dependent: int = False) -> None:
-    """Run :func:`position_heads_ref` in Triton.
+    """Normalise and rotate q and k in place as :func:`position_heads_ref` does, in Triton.
 
-    q and k are slices of one fused projection: a common row stride, contiguous ``[H, D]``.
+    q and k are slices of one fused projection, with a common row stride and contiguous ``[H, D]``.
     """
     rows, n_heads, head_dim = q.shape
     n_kv, padded = k.shape[1], triton.next_power_of_2(head_dim // 2)

@@ -44,7 +44,7 @@ ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.RO
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every device function of the decode step."""
+    """One implementation, Triton or torch, of every device function that an engine calls."""
 
     name: str
     paged_attention_decode: Callable[..., torch.Tensor]
@@ -71,7 +71,7 @@ class Kernels:
 def triton_kernels(dependent: int) -> Kernels:
     """Return the Triton kernels.
 
-    dependent: whether, and how, kernels of the GPU-resident step use programmatic dependent launch.
+    dependent: the launch mode of kernels of the GPU-resident step, as in ``launch_options``.
     """
     step: dict[str, Callable[..., Any]] = {
         "prefill_attention": prefill.prefill_attention,
@@ -126,9 +126,10 @@ TORCH = Kernels(
 
 
 def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
-    """Resolve ``triton``, ``torch``, ``auto`` (Triton on a GPU or if autotuned) or any ``Kernels``.
+    """Return the kernels called ``triton``, ``torch`` or ``auto`` (Triton on a GPU or if autotuned).
 
-    Raises ``RecipeError`` for an unknown name, or if the kernels cannot run on the device.
+    A given ``Kernels`` is returned as it is. launch: "fixed", "dependent" or "autotuned". Raises
+    ``RecipeError`` for an unknown name, or if the kernels cannot run on the device.
     """
     if isinstance(name, Kernels):
         return name
@@ -156,6 +157,6 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
 
 
 def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """Return the first configuration without timing: in the interpreter, all cost the same."""
+    """Replace Triton's timer in the interpreter, where all configurations cost the same: run once."""
     run()
     return [1.0] * len(quantiles)

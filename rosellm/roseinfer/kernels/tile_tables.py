@@ -2,8 +2,8 @@
 
 ``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
 whose conditions hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with
-numbers.
-The shapes were chosen by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
+numbers. The shapes were chosen by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
+Llama-3.1-8B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMBINED = {"/": operator.truediv, "*": operator.mul, "%": operator.mod}
 
 
 class Condition(NamedTuple):
-    """A comparison of the size named ``first``, or of its combination with ``second``, with ``bound``."""
+    """A bound on the size ``first``, or on its combination with ``second``, which is a size or a number."""
 
     first: str
     combine: Callable[[float, float], float] | None
@@ -55,7 +55,7 @@ def _tables() -> dict[str, list[tuple[list[Condition], tuple[Any, ...]]]]:
 
 
 def _conditions(size: str, text: str) -> list[Condition]:
-    """Parse, for example, "n/k" and ">1 <=4"."""
+    """Parse a size, for example "n/k", and its bounds, for example ">1 <=4", into conditions."""
     combine = next((sign for sign in COMBINED if sign in size), None)
     first, _, second = size.partition(combine or " ")
     found = []

@@ -20,14 +20,14 @@ from rosellm.roseinfer.kernels.table import Kernels
 
 
 class Binder(ABC):
-    """Builds an attention function over the paged cache, which also appends, for the rows of a state."""
+    """A builder of attention functions for the rows of a state; they also append to the paged cache."""
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         self.kernels, self.blocks, self.model = kernels, blocks, model
         self.config = model.config
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """Return the kernel variant for ``rows`` of at most ``longest`` cached tokens.
+        """Return the kernel variant for ``rows`` rows of at most ``longest`` cached tokens.
 
         Each variant has its own graphs. mean: average cached tokens per row.
         """
@@ -39,7 +39,7 @@ class Binder(ABC):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by one kernel, which also rotates and appends; holds all inputs but a layer's q, k, v."""
+    """An ``Attend`` by one kernel that also rotates and appends; holds all inputs but a layer's q, k, v."""
 
     kernel: Callable[..., Tensor]
     plan: Plan
@@ -65,7 +65,7 @@ class PagedAttention:
 
 
 class AppendAndAttend(Binder):
-    """One kernel per layer rotates, appends and attends; each program reads a row's whole context."""
+    """A binder whose kernel rotates, appends and attends; each program reads a row's whole context."""
 
     choose: Callable[..., Variant] = staticmethod(whole_rows)
 
@@ -87,7 +87,7 @@ class AppendAndAttend(Binder):
 
 
 class TorchAppendAndAttend(Binder):
-    """The torch reference; token locations are computed once per step, not once per layer."""
+    """A binder that uses the torch reference; cache slots are computed once per step, not once per layer."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         blocks, scale = self.blocks, self.config.scale
@@ -100,7 +100,7 @@ class TorchAppendAndAttend(Binder):
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """Like :class:`AppendAndAttend`, with contexts split into equal pieces if that pays."""
+    """An :class:`AppendAndAttend` that splits contexts into equal pieces where that is faster."""
 
     choose: Callable[..., Variant] = staticmethod(variant_for)
 
@@ -112,7 +112,7 @@ BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {
 
 
 def build_binder(attention: str, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> Binder:
-    """Return the binder for a recipe's ``attention``."""
+    """Return the binder for a recipe's ``attention``, or the one for the torch reference."""
     if kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
     return BINDERS[attention](kernels, blocks, model)

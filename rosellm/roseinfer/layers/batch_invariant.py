@@ -44,27 +44,29 @@ GROUP = 16  # rows per GEMM on a CPU
 
 
 def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
-    """Return tile sizes, warps and pipeline stages: one matrix instruction for any number of rows.
+    """Return tile sizes, warps and stages that use one matrix instruction for any number of rows.
 
-    It takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
+    The instruction takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
     """
     return best("invariant_linear", rows=rows, n=n, k=k, bits=8 * dtype.itemsize)
 
 
 def head_shape(table: str, rows: int, dtype: torch.dtype) -> Shape:
-    """Like :func:`linear_shape`, for the LM head. A filtered row's masses are sums over a tile's columns, so
-    their number is the same for any number of rows.
+    """Return the LM head's tile sizes, warps and stages, with one matrix instruction for any number of rows.
+
+    table: the name in ``tile_tables``. A filtered row's masses are sums over a tile's columns, so tiles
+    always have the same number of columns.
     """
     return best(table, rows=rows, bits=8 * dtype.itemsize)
 
 
 def decode_parts(rows: int, n: int, k: int) -> int:
-    """Return the number of ranges of K in a decode step's GEMM, whatever the number of rows."""
+    """Return the number of ranges of K in a decode step's GEMM, the same for any number of rows."""
     return DECODE_PARTS if k >= PARTS_FROM * n and k % (64 * DECODE_PARTS) == 0 else 1
 
 
 def whole(rows: int, n: int, k: int) -> int:
-    """Return 1: a prefill has enough rows, so its K is not split."""
+    """Return 1: a prefill's GEMMs have enough rows, so K is not split into ranges."""
     return 1
 
 
@@ -102,12 +104,12 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
 
 
 def _copied(own: slice, **new: Tensor) -> dict[str, Any]:
-    """Copy these rows of the new tokens into the layout they would have alone in the batch."""
+    """Copy the rows ``own`` of the new tokens into the layout that they would have alone in a batch."""
     return {name: rows[own].clone() for name, rows in new.items()}
 
 
 def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
-    """Return these kernels, each with a fixed summation order."""
+    """Return these kernels with a fixed summation order; dependent: whether to use dependent launch."""
     if kernels.name == "torch":
         return replace(
             kernels,
@@ -126,14 +128,14 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
 
 
 class InvariantAppendAndAttend(AppendAndAttend):
-    """Uses one tile size for any batch and context, and never splits a context."""
+    """An :class:`AppendAndAttend` with one tile size for any batch and context, and no split contexts."""
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
         return str(DECODE)
 
 
 class InvariantChooser(FusedChooser):
-    """Computes full logits, too, by the kernel with a fixed summation order, from fp32 partial sums."""
+    """A :class:`FusedChooser` whose full logits, too, have a fixed summation order."""
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
         super().__init__(model, kernels, counts)

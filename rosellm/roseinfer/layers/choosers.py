@@ -22,7 +22,7 @@ MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests 
 
 
 def mode_of(params: list[SamplingParams]) -> str:
-    """Return the first of ``MODES`` that serves all these requests."""
+    """Return the first of ``MODES`` that can choose tokens for all requests with these parameters."""
     if any(p.is_penalised for p in params):
         return "penalised"
     drawn = [p for p in params if not p.is_greedy]
@@ -32,17 +32,17 @@ def mode_of(params: list[SamplingParams]) -> str:
 
 
 class Chooser(ABC):
-    """Maps final hidden states ``[n, C]`` to the next tokens, with all randomness on the device.
+    """A map from final hidden states ``[n, C]`` to the next tokens, with all randomness on the device.
 
-    modes: what :meth:`mode` may return; a step is captured per mode. logits: returns the full logits
-    ``[n, V]``.
+    modes: the values that :meth:`mode` may return; a step is captured per mode. logits: a function from
+    hidden states to the full logits ``[n, V]``.
     """
 
     modes: tuple[str, ...] = MODES
     logits: Callable[[Tensor], Tensor]
 
     def mode(self, params: list[SamplingParams]) -> str:
-        """Return the mode that serves these requests."""
+        """Return the mode that can choose tokens for all requests with these parameters."""
         return mode_of(params)
 
     @abstractmethod
@@ -51,9 +51,9 @@ class Chooser(ABC):
 
 
 class LogitsChooser(Chooser):
-    """Computes all logits, then an argmax, or a draw if any request is not greedy.
+    """A chooser that computes all logits, then an argmax, or a draw if any request is not greedy.
 
-    counts ``[S, V]``: of the tokens that penalised requests have seen (``token_counts``).
+    counts ``[S, V]``: the tokens that penalised requests have seen, encoded as in ``token_counts``.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: Tensor) -> None:
@@ -72,11 +72,11 @@ class LogitsChooser(Chooser):
 
 
 class FusedChooser(Chooser):
-    """Keeps only the best token in the head's GEMM, plus the logits of rows with top-k, top-p or min-p.
+    """A chooser whose head stores only the best token of each tile, and the logits of filtered rows.
 
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
-    request them, are fp32 sums like those that tokens are chosen by. Their GEMM also computes the head's
-    padding rows, which are cut off: with GPT-2's odd vocabulary size it could not use aligned stores.
+    request them, are fp32 sums, like the logits that tokens are chosen by. Their GEMM also computes the
+    head's padding rows, which are cut off: with GPT-2's odd vocabulary size it could not use aligned stores.
     """
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
@@ -101,7 +101,7 @@ class FusedChooser(Chooser):
 
 @dataclass
 class NextTokens:
-    """Chooses tokens, and advances the rows that get them (``kernels.advance.advance_ref``)."""
+    """A function that chooses tokens and advances the rows that get them (``kernels.advance``)."""
 
     chooser: Chooser
     advance: Callable[..., None]
@@ -109,7 +109,10 @@ class NextTokens:
     def __call__(
         self, hidden: Tensor, settings: DeviceState, mode: str, state: DeviceState, slots: Tensor
     ) -> None:
-        """Advance rows ``slots [n]`` int64 of ``state``. hidden ``[n, C]``; settings: n rows of a state."""
+        """Choose tokens for hidden ``[n, C]``, and advance the rows ``slots [n]`` int64 of ``state``.
+
+        settings: n rows of a state, with the sampling parameters of each token.
+        """
         values, indices = self.chooser(hidden, settings, mode)
         self.advance(state=state, slots=slots, values=values, indices=indices)
 

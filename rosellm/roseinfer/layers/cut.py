@@ -30,7 +30,7 @@ from rosellm.roseinfer.layers.products import (
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
-SUMMED_ROWS = 64  # up to which one-shot sums are used; 512 KB at most for a width of 4,096
+SUMMED_ROWS = 64  # most rows of a one-shot sum; 512 KB in 16 bits at a width of 4,096
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -47,7 +47,7 @@ class SummedProjection(nn.Module):
 
 
 def summing(model: Transformer, ranks: Ranks) -> Transformer:
-    """Return the model with the same weights, and with ``out`` and ``down`` all-reduced."""
+    """Return a model with the same weights that all-reduces the results of ``out`` and ``down``."""
     whole = _twin(model)
     blocks = nn.ModuleList(_summing_block(block, ranks) for block in model.blocks)
     whole.blocks = cast(Sequence[Block], blocks)
@@ -62,7 +62,7 @@ def _summing_block(block: Block, ranks: Ranks) -> Block:
 
 
 def _twin(module: M) -> M:
-    """Return a shallow copy of a module, whose submodules may be replaced."""
+    """Return a shallow copy of a module, whose submodules can be replaced independently."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)  # noqa: SLF001
     return twin
@@ -72,12 +72,12 @@ AddNorm = Callable[..., Tensor]
 
 
 def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """Return ``norm.add_norm`` after an all-reduce of ``delta [1, M, C]`` by NCCL or gloo."""
+    """Return an ``add_norm`` that first all-reduces ``delta [1, M, C]`` by NCCL or gloo."""
     return _after_sums(kernels.add_norm, ranks.summed)
 
 
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """Return all-reduce, residual and norm in one kernel for few rows; the library's all-reduce for more."""
+    """Return an ``add_norm`` that all-reduces in the same kernel for few rows, by the library for more."""
     width, itemsize = model.config.d_model, model.dtype.itemsize
     peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
     dependent = kernels is TRITON_DEPENDENT
@@ -112,9 +112,9 @@ SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
 
 
 def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Like ``fused.fastest_products`` with K unsplit, so that fewer programs share a GEMM.
+    """Return which GEMMs are fastest without split-K, which leaves fewer programs per GEMM.
 
-    Uses thresholds measured on whole models before their K was split.
+    The thresholds were measured on whole models before they used split-K.
     """
     return best("whole_products", rows=rows, parameters=layer_parameters)[0]
 
@@ -122,7 +122,7 @@ def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "
 def cut_layers(
     norm: str, activation: str, gemm: str, all_reduce: str, model: Transformer, kernels: Kernels, ranks: Ranks
 ) -> Callable[[int], Layers]:
-    """Build one rank's layers, as ``fused.build_layers`` does for a whole model.
+    """Return a function from the number of rows to one rank's layers, like ``fused.build_layers``.
 
     All arguments but the last three are fields of a recipe.
     """

@@ -1,6 +1,6 @@
 """The LM head under tensor parallelism: each rank holds a slice of the vocabulary.
 
-Each rank's best token is gathered, or all logits are.
+A step gathers either each rank's best token or all logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class GatheredLogits:
-    """All logits ``[n, V]`` of hidden states ``[n, C]``; own: computes those of this rank's slice."""
+    """A function from hidden states ``[n, C]`` to all logits ``[n, V]``; own: one for this rank's slice."""
 
     def __init__(self, own: Logits, model: Transformer, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -37,7 +37,7 @@ class GatheredLogits:
 
 
 class CutChooser(LogitsChooser):
-    """Chooses from each rank's best token by one small gather; filtered or penalised rows need all logits."""
+    """A chooser that gathers only each rank's best token, or all logits for filtered or penalised rows."""
 
     def __init__(
         self, model: Transformer, kernels: Kernels, counts: Tensor, own: Logits, ranks: Ranks
@@ -48,7 +48,7 @@ class CutChooser(LogitsChooser):
         self._vocabulary = model.config.vocab_size
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """See ``choosers.Chooser``."""
+        """Return values and indices as ``advance.advance`` takes them, the same on every rank."""
         if mode == "greedy":
             return self._gathered(*self._likeliest(hidden, state))
         if mode == "drawn":
@@ -56,12 +56,15 @@ class CutChooser(LogitsChooser):
         return super().__call__(hidden, state, mode)
 
     def _likeliest(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """As in ``head.best_tokens_ref``, for this rank's vocabulary slice."""
+        """Return best values and tokens of this rank's vocabulary slice, as ``head.best_tokens`` does."""
         drawing = {"seeds": state.seeds, "positions": state.positions, "temperature": state.temperatures}
         return self._best(hidden=hidden, weight=self._weight, sampled=False, **drawing)
 
     def _drawn(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """The same with noise, which depends on a token's index in the whole vocabulary."""
+        """Return best values and tokens of this rank's vocabulary slice, with noise, ``[n, 1]`` each.
+
+        The noise of a token depends on its index in the whole vocabulary.
+        """
         logits = self._own(hidden).float()
         logits = torch.where(logits.isnan(), float("inf"), logits)
         noise = self.noise(state.seeds, state.positions + 1, self._vocabulary)
@@ -71,7 +74,7 @@ class CutChooser(LogitsChooser):
         return values, indices.int()
 
     def _gathered(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather each rank's best: tiles ``[n, TILES]`` of this rank → ``[n, ranks]``."""
+        """Gather each rank's best value and token: this rank's ``[n, TILES]`` → ``[n, ranks]``."""
         best, tile = values.max(dim=1)
         token = indices.gather(1, tile[:, None])[:, 0] + self._words.start
         gathered = self._ranks.gathered(torch.stack((best.view(torch.int32), token)))  # [ranks, 2, n]
@@ -80,7 +83,7 @@ class CutChooser(LogitsChooser):
 
 
 def cut_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor, ranks: Ranks) -> Chooser:
-    """Build one rank's chooser, as ``choosers.build_chooser`` does for a whole model."""
+    """Return one rank's chooser, as ``choosers.build_chooser`` does for a whole model."""
     if head == "logits":
         return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
     if kernels.name == "torch" and can_pack(model):

@@ -1,4 +1,4 @@
-"""From token ids to final hidden states, as a decode step runs it: the plain model, or fused kernels.
+"""From token ids to final hidden states, in a decode step or prefill: the plain model, or fused kernels.
 
 Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
 inert row) and an ``Attend`` that rotates q and k itself, and returns the normalised hidden states ``[N, C]``.
@@ -32,7 +32,7 @@ Layers = Callable[[Tensor, Tensor, Attend], Tensor]
 
 
 def plain_layers(model: Transformer) -> Layers:
-    """Return the model's own layers, with inert rows at position 0."""
+    """Return the model's own layers, which take inert rows to be at position 0."""
 
     def layers(ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return model.layers(ids, positions.clamp_min(0), attend)
@@ -100,9 +100,9 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Return which GEMMs to use, as chosen by whole steps on an H200.
+    """Return which GEMMs make whole steps fastest on an H200.
 
-    The larger a layer, the fewer the rows up to which fusing norms pays, and up to which ours beat cuBLAS.
+    The larger a layer, the fewer the rows up to which fused norms pay and our kernels beat cuBLAS.
     """
     return best("products", rows=rows, parameters=layer_parameters)[0]
 
@@ -110,7 +110,7 @@ def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some",
 def build_layers(
     norm: str, activation: str, gemm: str, model: Transformer, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """Return a function from the number of rows to the layers that run them; the rest are recipe fields."""
+    """Return a function from the number of rows to layers; norm, activation and gemm are recipe fields."""
     if norm == "separate":
         plain = plain_layers(model)
         return lambda rows: plain

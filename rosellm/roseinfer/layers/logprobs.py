@@ -10,11 +10,11 @@ from rosellm.roseinfer.sampling import MOST_LOGPROBS
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the tokens' logprobs and ranks, and the most likely tokens with theirs: ``[n, W]`` int32 words.
+    """Return the logprobs and ranks of tokens, and the most likely tokens with theirs, as ``[n, W]`` int32.
 
-    logits ``[n, V]`` as the model returns them; tokens ``[n]`` (negative: none; its results are meaningless).
-    The W words of a row: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order, then the bits
-    of as many fp32 logprobs, then the token's rank: 1 plus the number of likelier tokens.
+    logits ``[n, V]`` from the model; tokens ``[n]``, negative if a row has none, whose results are then
+    meaningless. The W words of a row: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order,
+    then the bits of as many fp32 logprobs, then the token's rank: 1 plus the number of likelier tokens.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     tokens = tokens.long().clamp_min(0)[:, None]
@@ -26,12 +26,12 @@ def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def likely_words(vocab_size: int) -> int:
-    """Return W of :func:`likely_tokens`."""
+    """Return W, the number of words per row that :func:`likely_tokens` returns."""
     return 2 * (1 + min(MOST_LOGPROBS, vocab_size)) + 1
 
 
 def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
-    """Decode :func:`likely_tokens` ``[n, W]`` (on the CPU) into what each sequence requested, or None."""
+    """Decode words ``[n, W]`` of :func:`likely_tokens` (on the CPU) to each sequence's logprobs, or None."""
     half = (words.shape[1] - 1) // 2
     tokens, ranks = words[:, :half].tolist(), words[:, -1].tolist()
     logprobs = words[:, half:-1].contiguous().view(torch.float32).tolist()
@@ -50,6 +50,6 @@ def add_likely(sequences: list[Sequence], likely: list[Likely | None]) -> None:
 
 
 def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
-    """Return the token itself, and those of the n most likely ones that differ from it."""
+    """Return (token, logprob, rank) of the chosen token, then of the n most likely ones except itself."""
     most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
     return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]

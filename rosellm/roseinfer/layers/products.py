@@ -24,16 +24,16 @@ class Products(Protocol):
     """The four GEMMs of each layer."""
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with its bias."""
+        """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, with bias."""
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, H D]`` → partial sums without bias, ``[P, N, C]``."""
+        """Project attention outputs ``[N, H D]`` to partial sums ``[P, N, C]``, without bias."""
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → ``[N, F]``, with its bias and activation."""
+        """Project x ``[N, C]`` to ``[N, F]``, with bias and activation."""
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, F]`` → partial sums without bias, ``[P, N, C]``."""
+        """Project x ``[N, F]`` to partial sums ``[P, N, C]``, without bias."""
 
 
 class LibraryProducts:
@@ -56,12 +56,15 @@ class LibraryProducts:
 
 
 def activation_apart(config: Arch) -> Activated:
-    """Return the activation as the model defines it, in separate operators."""
+    """Return a function that projects, then applies the model's activation in separate operators."""
     return lambda projection, x: activated(projection(x), config)
 
 
 def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
-    """Return GELU in the GEMM's epilogue (tanh form in cuBLASLt; not on a CPU), or SwiGLU in one kernel."""
+    """Return a function that projects and activates: SwiGLU in one kernel, GELU in the GEMM's epilogue.
+
+    GELU is the tanh form in cuBLASLt; on a CPU, or without a bias, it runs in separate operators.
+    """
     if model.config.mlp == "swiglu":
         return lambda projection, x: kernels.silu_mul(x=projection(x))
     if model.device.type == "cpu" or "up" not in model.config.biases:
@@ -70,7 +73,7 @@ def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
 
 
 def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
-    """Run cuBLASLt with GELU in its epilogue, which torch offers by this private function only."""
+    """Run cuBLASLt with GELU (tanh form) in its epilogue, which torch offers only by a private function."""
     return torch._addmm_activation(cast(Tensor, projection.bias), x, projection.weight.t(), use_gelu=True)  # noqa: SLF001
 
 
@@ -84,13 +87,13 @@ class PackedLinear:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias  # noqa: SLF001
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
-        """activation: "none", or "gelu" (tanh form)."""
+        """Apply the layer to x ``[N, K]``, and then the activation: "none", or "gelu" (tanh form)."""
         form = "tanh" if activation == "gelu" else ""
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, activation, [], form)  # noqa: SLF001
 
 
 class PackedProducts:
-    """GEMMs with packed weights, besides the model's own; for 8 rows and more, they are twice as fast."""
+    """GEMMs with packed copies of the weights, which are twice as fast as unpacked ones from 8 rows on."""
 
     def __init__(self, model: Transformer) -> None:
         self.config, blocks = model.config, model.blocks
@@ -122,7 +125,7 @@ def can_pack(model: Transformer) -> bool:
 
 @dataclass(frozen=True)
 class NormedWeights:
-    """A projection after a norm: its unchanged weight ``[N, K]``, the norm, and a bias with its shift."""
+    """A projection that follows a norm: weight ``[N, K]``, bias including the norm's shift, and the norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -130,7 +133,11 @@ class NormedWeights:
 
     @classmethod
     def of(cls, projection: Projection, norm: torch.nn.LayerNorm | torch.nn.RMSNorm) -> NormedWeights:
-        """Use ``LayerNorm(x) @ W.T + b`` = ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``."""
+        """Fold a norm into the projection that follows it.
+
+        It holds that ``LayerNorm(x) @ W.T + b`` =
+        ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``.
+        """
         weight, bias = projection.weight, projection.bias
         scale, gain = _at_most_one(norm.weight)
         if isinstance(norm, torch.nn.RMSNorm):
@@ -142,7 +149,7 @@ class NormedWeights:
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
-    """Return an fp16 scale of at most 1, and its gain, a power of two, so that ``x * scale`` stays finite.
+    """Split an fp16 scale into one of at most 1 and a gain, a power of two, to keep ``x * scale`` finite.
 
     Other dtypes keep their scale, with gain 1.
     """
