@@ -20,7 +20,6 @@ from rosellm.triton_or_none import tl, triton
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
-MANY = 7  # programs per SM
 UNEVEN, UNEVEN_FROM = 1.5, 4  # longest context over the mean; programs per SM
 
 
