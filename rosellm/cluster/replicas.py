@@ -56,7 +56,7 @@ class Replicas(Owned):
             resolve_device(options["device"])
         self.tokenizer = load_tokenizer_of(model, options["load_format"])
         check_cut(n_ranks, model, options["load_format"])
-        self._config, self._n_requests = config, 0
+        self._config = config
         ending = ExitStack()
         self._end = weakref.finalize(self, ending.close)
         self._end.atexit = False  # at exit Ray cleans up itself, possibly before this would run
@@ -69,14 +69,18 @@ class Replicas(Owned):
             of_each = model, n_ranks, options | {"device": device}
             self.seats = Seats(runtime.ray, n, lambda index: places.actor(index, Replica, *of_each))
             ending.callback(self.seats.end)
-            self._facts = self.seats.load_all()
+            self._load(options["prefix_cache"])
         except BaseException:
             self._end()
             raise
-        limits = self._facts.limits
-        self.mark_size = limits.block_size if options["prefix_cache"] else 0
+
+    def _load(self, prefix_cache: bool) -> None:
+        """Load the replicas, and route to all of them; mark_size: tokens per cacheable block, or 0."""
+        self._facts = self.seats.load_all()
+        limits, self._n_requests = self._facts.limits, 0
+        self.mark_size = limits.block_size if prefix_cache else 0
         self.router = Router(BATCHES_AHEAD * self._facts.max_batch_size, limits.num_kv_blocks)
-        for index in range(n):
+        for index in range(len(self.seats)):
             self.router.add(index)
 
     @property

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rosellm.cluster.known_prefixes import marks
 from rosellm.cluster.replica import Facts, Gain, Order, Report
-from rosellm.cluster.router import Routed, Router
-from rosellm.cluster.seats import Death, Seat, Seats
+from rosellm.cluster.router import Routed
+from rosellm.cluster.seats import Death, Seat
 from rosellm.errors import RoseError, describe
-from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import check_prompts, each_made
 
-
-class Fleet(Protocol):
-    """The replicas, as the scheduler needs them; ``mark_size``: tokens per cacheable block, or 0."""
-
-    seats: Seats
-    router: Router
-    tokenizer: AnyTokenizer
-    mark_size: int
-
-    def check_owner(self, scheduler: object) -> None: ...
-    def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence: ...
+if TYPE_CHECKING:
+    from rosellm.cluster.replicas import Replicas
 
 
 class ReplicaScheduler:
@@ -46,7 +36,7 @@ class ReplicaScheduler:
 
     n_tokens = n_spared = 0
 
-    def __init__(self, fleet: Fleet, config: SchedulerConfig, slice_s: float, patience_s: float) -> None:
+    def __init__(self, fleet: Replicas, config: SchedulerConfig, slice_s: float, patience_s: float) -> None:
         fleet.check_owner(self)
         self._fleet, self._config = fleet, config
         self._seats, self._router = fleet.seats, fleet.router
