@@ -97,7 +97,7 @@ KV_APPEND = cases(
     "--device cpu",
     ("--batch-sizes 128,x", "'x' is not a whole number"),
     (f"--batch-sizes 8,{NINES}", "too large; use at most 1099511627776"),
-    ("--batch-sizes 100000000000", "out of memory"),
+    ("--batch-sizes 100000000000 --repeats 1", "out of memory"),
     ("--json file/record.json", "there is no folder file"),
 )
 TRAINING = cases(

@@ -425,6 +425,7 @@ def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path,
     assert first_fault(kernel, path, NON_DEFAULT | given) is None
 
 
+@pytest.mark.slow
 def test_pieces_of_long_contexts_may_lie_before_a_sliding_window(tmp_path, kernel):
     shape = small_config(**WINDOWED, n_positions=2048, vocab_size=300, head_dim=16)
     (tmp_path / "config.json").write_text(json.dumps(write_arch(shape)))

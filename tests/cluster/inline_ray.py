@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rosellm.cluster.replica import Replica
-from rosellm.cluster.replicas import Replicas
-from rosellm.cluster.scheduler import ReplicaScheduler
+from rosellm.cluster.replicas import Replicas, ReplicaScheduler
 from rosellm.cluster.seats import Seats
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.owned import Owned
