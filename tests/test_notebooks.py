@@ -133,16 +133,30 @@ def said(text: str) -> dict[str, Any]:
     return {"outputs": [new_output("stream", text=text)]}
 
 
+def shown(**data: str) -> dict[str, Any]:
+    return {
+        "outputs": [new_output("display_data", {kind.replace("_", "/"): text for kind, text in data.items()})]
+    }
+
+
 ERROR = {"outputs": [new_output("error", ename="ValueError", evalue="x", traceback=[])]}
 SPOILT = [  # the cell, or None: the notebook's metadata; what is changed there; the fault
     (3, {"execution_count": None}, "not executed once each"),
     (4, ERROR, "an error among"),
     (1, {"source": 'batch: int = 4  # or model="x"'}, "cannot read: batch"),
+    (1, {"source": "batch = 4"}, "without a type: batch"),
+    (3, {"outputs": []}, "no output that nbval compares"),
     (3, {"metadata": {"tags": ["nbval-ignore-output"]}}, "no output that nbval compares"),
     (None, {"widgets": {}}, "metadata of widgets"),
+    (None, {"kernelspec": {"name": "mine", "display_name": "x"}}, "other than python3"),
     (2, {"source": "import torch"}, "rosellm not imported"),
+    (2, {"source": "from transformers import x\nimport rosellm"}, "before transformers"),
     (1, {"metadata": {}}, "not exactly one cell tagged parameters"),
+    (2, {"source": "import rosellm\n" + "x = 1\n" * 25}, "more than 25 lines"),
     (3, said("in /home/me/x.py"), "a path of one machine"),
+    (4, shown(text_html="'/opt/x'"), "a path of one machine"),
+    (4, shown(a_b=str(ROOT)), "path of this checkout"),
+    (4, said("x" * MAX_BYTES), "300000 bytes or more"),
 ]
 
 

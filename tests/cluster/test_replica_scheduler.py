@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.cluster import seats as seats_module
-from rosellm.errors import ClusterError, PromptError, RankError, RoseError
+from rosellm.errors import CheckpointError, ClusterError, PromptError, RankError, RoseError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -226,6 +226,19 @@ def test_replicas_that_die_again_and_again_end_all_streams_with_one_line(monkeyp
         assert isinstance(raised.value.__cause__, ClusterError) and "\n" not in str(raised.value)
     ray.choose = lambda calls: calls[0]
     check_serving(fleet)  # the dead start anew
+
+
+def test_a_replica_that_cannot_be_loaded_again_stays_dead_and_its_error_is_told():
+    def make() -> Engine:
+        if next(loaded) >= 2:
+            raise CheckpointError("it is gone")
+        return fake()
+
+    loaded = count()  # once for the tokenizer, once for the replica
+    fleet = InlineFleet(InlineRay(), 1, make)
+    fleet.actors[0].is_alive = False
+    with pytest.raises(ClusterError, match="all 1 replicas have died 4 times; .*it is gone"):
+        run_all(fleet.scheduler(SchedulerConfig()), [[1]], greedy(5))
 
 
 def test_replicas_that_do_not_come_back_in_time_end_the_run(monkeypatch):

@@ -179,6 +179,12 @@ def test_bad_input_is_one_line_status_2_and_changes_nothing(
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "full", tmp_path / "full" / "thesis.txt"]
 
 
+def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = replace(TINY, vocab_size=4096)
+    with pytest.raises(RoseError, match=r"the corpus yields \d+ tokens; the model's vocabulary is 4096"):
+        command.make_model(config, QUICK, SOURCES, CPU, tmp_path)
+
+
 # Replacing a folder
 
 
