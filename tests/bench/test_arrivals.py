@@ -210,6 +210,7 @@ def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:
     assert benchmark_streaming.main([*TINY, *sizes]) == 0
     (repeat,) = json.loads(record.read_text())["results"]["streaming"]["repeats"]
     assert repeat["total_time_s"] >= poisson_times(20.0, 4, seed=0)[-1]
+    assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate=inf"]).request_rate is None
 
 
 # A long prompt that arrives while others run

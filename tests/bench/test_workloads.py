@@ -139,7 +139,9 @@ def test_prompts_of_random_ids_are_those_of_one_draw_at_the_longest_length(name)
 
 def test_requests_of_unequal_lengths_fit_if_each_of_them_does():
     options = options_of("MIX")
-    most_tokens(options, None, 947 + 998)
+    longest = max(map(len, make_prompts(options, 50)))
+    assert most_tokens(options, None, 4096) == longest + 1024
+    assert most_tokens(options, None, 947 + 998) == 947 + 998 < longest + 1024
     with pytest.raises(PromptError, match="MIX: 947 prompt tokens and 998 new ones exceed"):
         most_tokens(options, None, 947 + 998 - 1)
 
