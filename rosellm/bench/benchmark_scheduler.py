@@ -17,6 +17,7 @@ from typing import Any
 from rosellm.bench.cli import Benchmark, Line
 from rosellm.bench.job import Job, Run, check_served, prepare_run
 from rosellm.bench.record import distribution, request_figures, run_figures
+from rosellm.command_line import command
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -113,7 +114,7 @@ def _runs(options: Namespace) -> dict[str, Run]:
 
 
 BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, lambda _result: LINES)
-main = BENCHMARK.main
+main = command(BENCHMARK.run)
 
 
 if __name__ == "__main__":

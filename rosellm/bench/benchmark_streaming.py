@@ -39,7 +39,7 @@ from rosellm.bench.cli import Benchmark, Line
 from rosellm.bench.job import Job, Run, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution, request_figures, run_figures
-from rosellm.command_line import INT32_MAX
+from rosellm.command_line import INT32_MAX, command
 from rosellm.errors import OptionError
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -245,7 +245,7 @@ class StreamingBenchmark(Benchmark):
 
 
 BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, lines_of)
-main = BENCHMARK.main
+main = command(BENCHMARK.run)
 
 
 if __name__ == "__main__":

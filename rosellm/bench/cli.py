@@ -11,7 +11,6 @@ from typing import Any
 from rosellm.bench import options as shared
 from rosellm.bench.job import Job, Run, choose_recipe, make_job, write_trace
 from rosellm.bench.record import engine_facts, mode_result, new_record, write_record
-from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
@@ -74,10 +73,6 @@ class Benchmark:
             together = 1 if mode == "naive" else job.engine.max_batch_size
             write_trace(run, job.shortened(together, shared.PROFILED_STEPS + 1), options.profile)
         return record
-
-    def main(self, argv: list[str] | None = None) -> int:
-        """Run :meth:`run` as a command and return its exit status."""
-        return command(self.run)(argv)
 
     def run(self, argv: list[str] | None) -> None:
         """Parse the options, load the model and measure."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.cluster import seats as seats_module
-from rosellm.errors import CheckpointError, ClusterError, PromptError, RankError, RoseError
+from rosellm.errors import BusyError, CheckpointError, ClusterError, PromptError, RankError, RoseError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -49,7 +49,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=70, deadline=None, derandomize=True, database=None)
 @given(
     requests, st.integers(1, 3), st.booleans(), st.floats(0, 0.2), st.integers(0, 2**32).map(random.Random)
 )
@@ -164,6 +164,8 @@ def test_a_request_that_cannot_run_is_refused_at_once_and_one_without_a_token_fa
         for prompt in ([], [99], [1] * 48, "abc" * 20):
             with pytest.raises(PromptError):
                 manager.add_request(prompt, greedy(5))
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
+            fleet.scheduler(SchedulerConfig())
         poison(fleet.actors[0].loaded.engine, 1)
         bad, good = manager.add_request([3], greedy(5, **ENDS)), manager.add_request([4], greedy(5, **ENDS))
         with pytest.raises(RoseError, match="not finite"):
