@@ -1,4 +1,4 @@
-"""Several engines used as one: replicas as Ray actors with one or more GPUs each."""
+"""Several engines used as one: replicas as Ray actors, and the scheduler of their requests."""
 
 from __future__ import annotations
 
