@@ -41,6 +41,11 @@ def test_an_error_names_options_in_the_caller_s_own_way(monkeypatch, capsys):
     )
 
 
+def test_an_error_of_ours_is_not_taken_for_the_users():
+    with pytest.raises(ZeroDivisionError):
+        command(lambda argv: 1 // 0)([])
+
+
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "rosellm").rglob("*.py")

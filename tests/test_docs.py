@@ -75,18 +75,25 @@ def test_every_make_target_that_is_named_exists():
     assert named <= targets
 
 
+EXAMPLES = {
+    page: blocks
+    for page, text in TEXTS.items()
+    if (blocks := [block for language, block in BLOCK.findall(text) if language == "python"])
+}
+
+
 @pytest.mark.parametrize(
-    "page",
+    "pages",
     [
-        pytest.param(page, marks=pytest.mark.slow if page == "docs/contributing.md" else ())
-        for page, text in TEXTS.items()
-        if "```python" in text
+        [page for page in EXAMPLES if page != "docs/contributing.md"],
+        pytest.param(["docs/contributing.md"], marks=pytest.mark.slow),
     ],
+    ids=" ".join,
 )
-def test_the_python_examples_run_without_ray_and_the_compiler_of_pytorch(page):
+def test_the_python_examples_run_without_ray_and_the_compiler_of_pytorch(pages):
     """Their imports would take a second each."""
-    blocks = [block for language, block in BLOCK.findall(TEXTS[page]) if language == "python"]
-    code = "\n".join(blocks) + "\nimport sys\nassert not {'torch._dynamo', 'sympy', 'ray'} & set(sys.modules)"
+    code = "".join(f"exec({chr(10).join(EXAMPLES[page])!r}, {{'__name__': '__main__'}})\n" for page in pages)
+    code += "import sys\nassert not {'torch._dynamo', 'sympy', 'ray'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 20

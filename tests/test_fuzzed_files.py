@@ -59,7 +59,7 @@ def change(container: dict | list, key: str | int, way: str, value: object) -> N
 
 
 FUZZED = settings(
-    max_examples=250, deadline=2000, derandomize=True, database=None, print_blob=True,
+    max_examples=150, deadline=2000, derandomize=True, database=None, print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ CONFIGS = [
 ]
 
 
-@settings(FUZZED, max_examples=400, deadline=None)
+@settings(FUZZED, max_examples=250, deadline=None)
 @given(config=st.sampled_from(CONFIGS).flatmap(mutations))
 def test_whatever_stands_in_a_config_is_a_shape_with_finite_angles_or_refused(config: dict) -> None:
     try:
@@ -138,7 +138,7 @@ TOKENIZER_CONFIG = {
 }
 
 
-@settings(FUZZED, max_examples=100)
+@settings(FUZZED, max_examples=60)
 @given(data=st.data())
 def test_whatever_stands_in_gpt2s_older_files_encodes_and_streams_or_is_refused(
     checkpoint: Path, folder: Path, lean: None, data: st.DataObject

@@ -18,7 +18,6 @@ from zipfile import ZipFile
 
 import pytest
 
-import rosellm
 from rosellm.lab.figures import _NEEDED
 from rosellm.models.checkpoint import SHIPPED_MODELS
 
@@ -234,7 +233,3 @@ def test_a_type_checker_takes_the_usual_example_and_finds_what_is_wrong(checker:
     places = {(file, int(n)) for file, n in re.findall(r"([\w.]+\.py):(\d+)", found)}
     last = FILES["wrong.py"].count("\n")
     assert places == {("wrong.py", last - 1), ("wrong.py", last)}, found
-
-
-def test_the_package_lists_what_it_offers() -> None:
-    assert set(rosellm.__all__) <= set(dir(rosellm))

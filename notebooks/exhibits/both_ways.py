@@ -66,7 +66,7 @@ def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
     typed = streaming_options(workload, workload.num_requests)
     options = STREAMING.parse_options(typed)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    sizes = gpt, None, max(map(len, prompts))
+    sizes = gpt, None, max(map(len, prompts)) + options.max_new_tokens
     engines = {way: make_engine(options, one, *sizes) for way, one in one_pass.ways_of(gpt.device).items()}
     return {way: _live_run(engine, options, prompts, params) for way, engine in engines.items()}
 

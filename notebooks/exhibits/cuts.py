@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ def _regions(name: str, part: Part, arch: Arch, rows: int, columns: int) -> Iter
         first += piece.n_rows
 
 
+@cache
 def step_bytes(arch: Arch, n_ranks: int = 1, itemsize: int = 2) -> int:
     """Return the bytes of weights that rank 0 reads in a decode step: its shards of layers and head."""
     *layer, head = cut_matrices(arch, n_ranks)

@@ -1,4 +1,4 @@
-"""Arrival times of requests, random or from a trace, and goodput: requests served within latency limits."""
+"""Arrival times of requests, random or from a trace, and figures of the run that serves them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rosellm.bench.options import MOST_TOKENS
+from rosellm.bench.record import distribution
 from rosellm.command_line import INT32_MAX
+from rosellm.errors import RoseError
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later
@@ -122,3 +126,29 @@ def goodput(
         slow = max(one.itl, default=0.0) > itl_limit
         good += not slow and one.token_times[0] - one.arrival + lag <= ttft_limit
     return {"goodput_req_s": good / seconds, "within_limits_share": good / len(requests)}
+
+
+def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Return inter-token latencies in seconds during the last request's prefill, and outside it.
+
+    A gap is "beside" the prefill if it overlaps the time from that request's arrival to its token, else
+    "apart". Raises ``RoseError`` if no gap is beside it; if none is apart, those figures are None.
+    """
+    *running, long = outputs
+    begin, end = long.metrics.arrival, long.metrics.token_times[0]
+    beside: list[float] = []
+    apart: list[float] = []
+    for output in running:
+        for before, after in pairwise(output.metrics.token_times):
+            (beside if after > begin and before < end else apart).append(after - before)
+    if not beside:
+        raise RoseError(
+            "no request was running when the long prompt came: give more --max-new-tokens, or a smaller "
+            "--long-prompt-after-ms"
+        )
+    return {
+        **distribution("itl_beside", beside, (50, 99)),
+        **distribution("itl_apart", apart, (50, 99)),
+        "itl_beside_max_s": max(beside),
+        "long_prompt_ttft_s": end - begin,
+    }

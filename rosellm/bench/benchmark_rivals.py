@@ -24,11 +24,10 @@ import numpy as np
 import torch
 
 from rosellm.bench import options as shared
-from rosellm.bench.job import check_positions
-from rosellm.bench.prompts import encode_prompts, make_prompts, new_tokens
-from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.job import reset_peak_memory
+from rosellm.bench.prompts import encode_prompts, make_prompts, most_tokens, new_tokens
+from rosellm.bench.record import check_writable, mode_result, new_record, run_figures, write_record
 from rosellm.bench.rivals import RIVALS, Rival, Task, check_rivals
-from rosellm.bench.runs import mode_result, peak_memory, reset_peak_memory, run_figures
 from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.command_line import command
 from rosellm.errors import OptionError
@@ -68,8 +67,7 @@ def _timed_run(rival: Rival, task: Task) -> Run:
     wanted = new_tokens(task.options)
     if [len(row) for row in tokens] != wanted:
         raise RuntimeError(f"{sum(map(len, tokens))} tokens were generated, {sum(wanted)} were requested")
-    peak = peak_memory(task.device) if rival.in_process else None
-    return tokens, run_figures(tokens, total_time, peak)
+    return tokens, run_figures(tokens, total_time, task.device if rival.in_process else None)
 
 
 def measure_workload(
@@ -155,8 +153,8 @@ def main(argv: list[str] | None = None) -> None:
 def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -> Task:
     """Return ``task`` with a workload's sizes and prompts; raise ``PromptError`` if they are too long."""
     options = workload_options(task.options, name)
+    most_tokens(options, tokenizer, config.n_positions)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
-    check_positions(options, max(map(len, prompts)), config.n_positions)
     return replace(task, options=options, prompts=prompts)
 
 

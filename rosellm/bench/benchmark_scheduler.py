@@ -14,10 +14,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench import runs
 from rosellm.bench.cli import Benchmark, Line
-from rosellm.bench.job import Job
-from rosellm.bench.record import distribution
+from rosellm.bench.job import Job, Run, check_served, prepare_run
+from rosellm.bench.record import distribution, request_figures, run_figures
+from rosellm.command_line import command
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -26,30 +26,24 @@ from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
-def run_scheduler_benchmark(
-    job: Job, warmup_runs: int = 1, repeat_runs: int = 3, mode: str = "online"
-) -> dict[str, Any]:
-    """Serve the job's requests repeatedly; return each run's raw figures, medians and means.
+def run_scheduler(job: Job, mode: str = "online") -> dict[str, Any]:
+    """Serve the job's requests once; return the figures of the run.
 
     mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
     requests arrive at once). Text prompts are tokenized within the measured time. Times are in seconds,
     throughputs in tokens per second, memory in bytes.
     """
-    return runs.repeat(partial(_run_once, mode=mode), job, mode, warmup_runs, repeat_runs)
-
-
-def _run_once(job: Job, mode: str) -> dict[str, Any]:
     engine = job.engine
-    runs.prepare_run(engine)
+    prepare_run(engine)
     scheduler = _Scheduler(engine, job.config)
     start = perf_counter()
     outputs = MODES[mode](scheduler, engine.encode_many(job.prompts), job.params)
     total_time = perf_counter() - start
-    runs.check_served(outputs)
+    check_served(outputs)
     tokens = [output.token_ids for output in outputs]
     throughput = scheduler.decode_tokens / scheduler.decode_time_s if scheduler.decode_steps else None
     return {
-        **runs.run_figures(tokens, total_time, runs.peak_memory(engine.device)),
+        **run_figures(tokens, total_time, engine.device),
         "decode_time_s": scheduler.decode_time_s,
         "prefill_time_s": scheduler.prefill_time_s,
         "decode_steps": scheduler.decode_steps,
@@ -57,7 +51,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
         "preemptions": scheduler.preemptions,
         "decode_throughput_tok_s": throughput,
         **distribution("decode_step", scheduler.step_times, (50, 99)),
-        **runs.request_figures(outputs, (50,)),
+        **request_figures(outputs, (50,)),
     }
 
 
@@ -114,13 +108,13 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--mode", choices=(*MODES, "all"), default="online", help=told)
 
 
-def _runs(options: Namespace) -> dict[str, runs.Run]:
+def _runs(options: Namespace) -> dict[str, Run]:
     modes = MODES if options.mode == "all" else (options.mode,)
-    return {mode: partial(_run_once, mode=mode) for mode in modes}
+    return {mode: partial(run_scheduler, mode=mode) for mode in modes}
 
 
 BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, lambda _result: LINES)
-main = BENCHMARK.main
+main = command(BENCHMARK.run)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench import runs
 from rosellm.bench.arrivals import (
     DAY_S,
     Arrival,
+    gap_figures,
     goodput,
     poisson_times,
     queue_over_time,
@@ -36,11 +36,10 @@ from rosellm.bench.arrivals import (
     submit_by_deadline,
 )
 from rosellm.bench.cli import Benchmark, Line
-from rosellm.bench.job import Job
-from rosellm.bench.long_prompt import gap_figures
+from rosellm.bench.job import Job, Run, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
-from rosellm.bench.record import distribution
-from rosellm.command_line import INT32_MAX
+from rosellm.bench.record import distribution, request_figures, run_figures
+from rosellm.command_line import INT32_MAX, command
 from rosellm.errors import OptionError
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -66,19 +65,15 @@ class StreamingLoad:
     ends_with_long_prompt: bool = False
 
 
-def run_streaming_benchmark(
-    job: Job, load: StreamingLoad | None = None, warmup_runs: int = 1, repeat_runs: int = 3
-) -> dict[str, Any]:
-    """Serve the job's requests repeatedly; return each run's raw figures, medians and means.
+AT_ONCE = StreamingLoad()
+
+
+def run_streaming(job: Job, load: StreamingLoad = AT_ONCE) -> dict[str, Any]:
+    """Serve the job's requests once; return the figures of the run.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes.
     """
-    run = partial(_run_once, load=load or StreamingLoad())
-    return runs.repeat(run, job, "streaming", warmup_runs, repeat_runs)
-
-
-def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
-    runs.prepare_run(job.engine)
+    prepare_run(job.engine)
     inbox: SimpleQueue = SimpleQueue()
     n = len(job.prompts)
     with (
@@ -96,9 +91,9 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
     total_time = max(request.token_times[-1] for request in requests) - start
     limits = load.ttft_limit_s, load.itl_limit_s
     return {
-        **runs.run_figures(tokens, total_time, runs.peak_memory(job.engine.device)),
+        **run_figures(tokens, total_time, job.engine.device),
         "read_time_s": read_time,
-        **runs.request_figures(outputs, PERCENTS),
+        **request_figures(outputs, PERCENTS),
         **distribution("itl", (gap for request in requests for gap in request.itl), PERCENTS),
         **distribution("lag", lags, PERCENTS),
         **(goodput(requests, lags, total_time, *limits) if min(limits) < math.inf else {}),
@@ -201,7 +196,7 @@ def _arrival_times(options: Namespace) -> tuple[float, ...]:
     return tuple(times)
 
 
-def _runs(options: Namespace) -> dict[str, runs.Run]:
+def _runs(options: Namespace) -> dict[str, Run]:
     load = StreamingLoad(
         tokenize_workers=options.tokenize_workers,
         stream_interval=options.stream_interval,
@@ -211,7 +206,7 @@ def _runs(options: Namespace) -> dict[str, runs.Run]:
         ends_with_long_prompt=options.long_prompt_tokens is not None,
     )
     if not load.ends_with_long_prompt:
-        return {"streaming": partial(_run_once, load=load)}
+        return {"streaming": partial(run_streaming, load=load)}
     chunks = {f"chunks of {n}": n for n in options.long_prompt_chunks}
     ways = {"chunked": options.prefill_chunk, **chunks, "whole": None}
     return {way: partial(_run_in_chunks, load=load, chunk=chunk) for way, chunk in ways.items()}
@@ -223,7 +218,7 @@ def _seconds(milliseconds: float | None) -> float:
 
 def _run_in_chunks(job: Job, load: StreamingLoad, chunk: int | None) -> dict[str, Any]:
     config = job.config and replace(job.config, prefill_chunk=chunk)
-    return _run_once(replace(job, config=config), load)
+    return run_streaming(replace(job, config=config), load)
 
 
 class StreamingBenchmark(Benchmark):
@@ -250,7 +245,7 @@ class StreamingBenchmark(Benchmark):
 
 
 BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, lines_of)
-main = BENCHMARK.main
+main = command(BENCHMARK.run)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rosellm.bench import options as shared
-from rosellm.bench.job import choose_recipe, make_job
-from rosellm.bench.record import engine_facts, new_record, write_record
-from rosellm.bench.runs import Run, repeat, write_trace
-from rosellm.command_line import command
+from rosellm.bench.job import Job, Run, choose_recipe, make_job, write_trace
+from rosellm.bench.record import engine_facts, mode_result, new_record, write_record
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
@@ -62,8 +60,7 @@ class Benchmark:
         """
         runs = self.runs(options)  # raises for incompatible options
         job = make_job(options, gpt, tokenizer, build)
-        sizes = options.warmup_runs, options.repeat_runs
-        results = {mode: repeat(run, job, mode, *sizes) for mode, run in runs.items()}
+        results = {mode: _repeated(mode, run, job, options) for mode, run in runs.items()}
         facts = shared.request_facts(options) | {"not_comparable": shared.departures(options, job.engine)}
         facts |= engine_facts(job.engine)
         record = new_record(self.form, job.engine.device, **facts, results=results)
@@ -77,10 +74,6 @@ class Benchmark:
             write_trace(run, job.shortened(together, shared.PROFILED_STEPS + 1), options.profile)
         return record
 
-    def main(self, argv: list[str] | None = None) -> int:
-        """Run :meth:`run` as a command and return its exit status."""
-        return command(self.run)(argv)
-
     def run(self, argv: list[str] | None) -> None:
         """Parse the options, load the model and measure."""
         options = self.parse_options(argv)
@@ -88,6 +81,12 @@ class Benchmark:
         load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
         loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
         self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
+
+
+def _repeated(mode: str, run: Run, job: Job, options: Namespace) -> dict[str, Any]:
+    for _ in range(options.warmup_runs):
+        run(job)
+    return mode_result(mode, options.warmup_runs, [run(job) for _ in range(options.repeat_runs)])
 
 
 def print_summary(result: dict[str, Any], lines: Iterable[Line]) -> None:

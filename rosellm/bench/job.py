@@ -5,24 +5,30 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile
+
+from rosellm.atomic import replacing
 from rosellm.bench.options import departures
 from rosellm.bench.prompts import (
     Prompts,
     encode_prompts,
-    largest_request,
-    longest_prompt_of,
     make_prompts,
+    most_tokens,
     new_tokens,
     request_params,
-    trace_of,
 )
 from rosellm.bench.record import dtype_name
-from rosellm.errors import PromptError, RecipeError
+from rosellm.errors import RecipeError, RoseError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
@@ -49,15 +55,16 @@ class Job:
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
+Run = Callable[[Job], dict[str, Any]]  # serves all requests; its figures for the record
+
+
 def make_job(
     options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, build: Callable[..., Engine] = Engine
 ) -> Job:
     """Build the job that the options describe, and print a header."""
-    recipe = choose_recipe(options)
-    longest = longest_prompt_of(options, tokenizer)
-    check_positions(options, longest, gpt.config.n_positions)
+    longest = most_tokens(options, tokenizer, gpt.config.n_positions)
     prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
-    engine = make_engine(options, recipe, gpt, tokenizer, longest, build)
+    engine = make_engine(options, choose_recipe(options), gpt, tokenizer, longest, build)
     print_header(engine, options)
     given = encode_prompts(prompts, tokenizer) if options.pretok else prompts
     return Job(engine, given, params, scheduler_config(options))
@@ -98,10 +105,14 @@ def make_engine(
     recipe: str | Rung,
     gpt: Transformer,
     tokenizer: AnyTokenizer | None,
-    longest_prompt: int,
+    longest: int,
     build: Callable[..., Engine] = Engine,
 ) -> Engine:
-    """Build an engine, by ``build``, with a KV cache just large enough for the options."""
+    """Build an engine, by ``build``, with a KV cache just large enough for the options.
+
+    longest: the most tokens of a request, prompt and output (``prompts.most_tokens``).
+    """
+    longest = min(longest, gpt.config.n_positions)
     rung = LADDER[recipe] if isinstance(recipe, str) else recipe
     shares = rung.has_prefix_cache if options.prefix_cache is None else options.prefix_cache
     return build(
@@ -109,32 +120,19 @@ def make_engine(
         tokenizer,
         recipe=recipe,
         max_batch_size=options.max_batch_size,
-        max_model_len=longest_request(options, gpt, longest_prompt),
-        num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest_prompt),
+        max_model_len=longest,
+        num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest),
         block_size=options.block_size,
         prefix_cache=shares,
         deterministic=options.deterministic,
     )
 
 
-def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
+def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest: int) -> int:
     """Return blocks per layer for the longest requests run together, plus spares, capped by memory."""
-    longest = longest_request(options, gpt, longest_prompt)
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
     return max(1, kv_blocks_within_memory(gpt, wanted, options.block_size, options.max_batch_size))
-
-
-def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
-    """Return the most tokens a request may have, prompt and output; at most the model's positions.
-
-    For random lengths the longest prompt and output are added, since an engine may serve such a request
-    later.
-    """
-    most = longest_prompt + options.max_new_tokens
-    if trace_of(options):
-        most = sum(largest_request(options, longest_prompt))
-    return min(most, gpt.config.n_positions)
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:
@@ -163,11 +161,30 @@ def print_header(engine: Engine, options: Namespace) -> None:
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
 
 
-def check_positions(options: Namespace, longest_prompt: int, n_positions: int) -> None:
-    """Raise ``PromptError`` if the model has too few positions for one of the requests."""
-    prompt, new = largest_request(options, longest_prompt)
-    if prompt + new > n_positions:
-        name = f"{options.workload}: " if options.workload else ""
-        raise PromptError(
-            f"{name}{prompt} prompt tokens and {new} new ones exceed the model's {n_positions} positions"
-        )
+def prepare_run(engine: Engine) -> None:
+    """Prepare a run: empty the prefix cache, wait for the device, reset the memory peak."""
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.clear()
+    reset_peak_memory(engine.device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Wait until ``device`` is idle, then reset its memory peak."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def check_served(outputs: list[RequestOutput]) -> None:
+    """Raise ``RoseError`` if a request failed: a run with fewer tokens is no measurement."""
+    for number, output in enumerate(outputs, 1):
+        if output.finish_reason == "failed":
+            raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
+
+
+def write_trace(run: Run, job: Job, path: Path) -> None:
+    """Write a Chrome trace of one run, with all its threads."""
+    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
+        run(job)
+    with replacing(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))

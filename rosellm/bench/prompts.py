@@ -4,61 +4,70 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import TypeVar
 
 import numpy as np
 
 from rosellm.bench.arrivals import Arrival
-from rosellm.errors import OptionError
+from rosellm.errors import OptionError, PromptError
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.sampling import SamplingParams
 
 Prompts = Sequence[str | list[int]]
+T = TypeVar("T")
 OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 
 
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
-    """Return one prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
-    if options.prompt_tokens is not None:
-        return _random_prompts(options, vocab_size)
-    if options.shared_prefix_tokens:
-        raise OptionError("--shared-prefix-tokens needs --prompt-tokens: prompts of random token ids")
-    texts = _texts(options)
-    return [texts[i % len(texts)] for i in range(options.num_requests)]
+    """Return one prompt per request: text, or with ``--prompt-tokens`` seeded random token ids.
 
-
-def _random_prompts(options: Namespace, vocab_size: int) -> list[list[int]]:
-    """Draw the longest length for every prompt, so that its beginning is the same at any length."""
+    The longest length is drawn for every prompt of ids, so that its beginning is the same at any length.
+    """
+    if options.prompt_tokens is None:
+        return _cycled(_texts(options), options)
     random, longest = np.random.default_rng(options.seed), options.prompt_tokens
     shared = np.random.default_rng([options.seed, OF_PREFIXES])
     prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
-    lengths = _own_lengths(options)
+    lengths = _random_lengths(options)
     return [prefix + random.integers(vocab_size, size=longest)[:n].tolist() for n in lengths]
 
 
+def most_tokens(options: Namespace, tokenizer: AnyTokenizer, n_positions: int) -> int:
+    """Return the tokens, prompt and output, that an engine for these requests must hold per request.
+
+    For random lengths the longest prompt and output are added, since the engine may serve such a request
+    later. No random ids are drawn, which take memory. Raises ``PromptError`` if a request exceeds the model's
+    positions.
+    """
+    prompts = _prompt_lengths(options, tokenizer)
+    sizes = list(zip(prompts, new_tokens(options), strict=True))
+    prompt, new = max(sizes, key=sum)
+    if prompt + new > n_positions:
+        name = f"{options.workload}: " if options.workload else ""
+        raise PromptError(
+            f"{name}{prompt} prompt tokens and {new} new ones exceed the model's {n_positions} positions"
+        )
+    return prompt + new if trace_of(options) else min(max(prompts) + options.max_new_tokens, n_positions)
+
+
+def _prompt_lengths(options: Namespace, tokenizer: AnyTokenizer) -> list[int]:
+    if options.prompt_tokens is None:
+        return _cycled([len(tokenizer.encode(text)) for text in _texts(options)], options)
+    return [options.shared_prefix_tokens + n for n in _random_lengths(options)]
+
+
 def _texts(options: Namespace) -> list[str]:
+    if options.shared_prefix_tokens:
+        raise OptionError("--shared-prefix-tokens needs --prompt-tokens: prompts of random token ids")
     return [options.prompt * n for n in options.prompt_repeats[: options.num_requests]]
 
 
-def longest_prompt_of(options: Namespace, tokenizer: AnyTokenizer) -> int:
-    """Return the longest prompt's tokens without drawing the random ids, which take memory."""
-    if options.prompt_tokens is None:
-        return max(map(len, encode_prompts(_texts(options), tokenizer)))
-    return options.shared_prefix_tokens + max(_own_lengths(options))
+def _cycled(items: list[T], options: Namespace) -> list[T]:
+    return list(islice(cycle(items), options.num_requests))
 
 
-def largest_request(options: Namespace, longest_text: int) -> tuple[int, int]:
-    """Return prompt and new tokens of the request with the largest sum of both.
-
-    longest_text: tokens of the longest text prompt; text prompts all count as that long.
-    """
-    if options.prompt_tokens is None:
-        return longest_text, max(new_tokens(options))
-    prompts = [options.shared_prefix_tokens + n for n in _own_lengths(options)]
-    return max(zip(prompts, new_tokens(options), strict=True), key=sum)
-
-
-def _own_lengths(options: Namespace) -> list[int]:
-    """Return the tokens of each prompt of random ids, without the shared prefix."""
+def _random_lengths(options: Namespace) -> list[int]:
     return _lengths(options, "prompt_tokens", options.min_prompt_tokens, options.prompt_tokens, OF_PROMPTS)
 
 

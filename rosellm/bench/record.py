@@ -17,6 +17,7 @@ from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.families.table import write_arch
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
 
 SCHEMA_VERSION = 1
 
@@ -68,6 +69,35 @@ def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
         "medians": {name: float(np.median(column)) for name, column in columns.items()},
         "means": {name: float(np.mean(column)) for name, column in columns.items()},
     }
+
+
+def run_figures(tokens: list[list[int]], total_time: float, device: torch.device | None) -> dict[str, Any]:
+    """Return figures common to all runs: times in seconds, tokens per second, memory in bytes.
+
+    tokens: new ones per request. device: whose peak since :func:`reset_peak_memory` to tell, if it is a GPU.
+    """
+    peak = torch.cuda.max_memory_allocated(device) if device and device.type == "cuda" else None
+    completion_tokens = sum(map(len, tokens))
+    return {
+        "total_time_s": total_time,
+        "completion_tokens": completion_tokens,
+        "total_throughput_tok_s": completion_tokens / total_time,
+        "peak_gpu_memory_bytes": peak,
+        "tokens_sha256": tokens_sha256(tokens),
+    }
+
+
+def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
+    """Return the distributions of TTFT, TPOT and latency over the requests, in seconds."""
+    figures: dict[str, float | None] = {}
+    for metric in ("ttft", "tpot", "latency"):
+        figures |= distribution(metric, [getattr(output.metrics, metric) for output in outputs], percents)
+    return figures
+
+
+def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one mode's part of a record."""
+    return {"mode": mode, "warmup_runs": warmup_runs, "repeat_runs": len(repeats), **across_repeats(repeats)}
 
 
 def tokens_sha256(outputs: Iterable[list[int]]) -> str:

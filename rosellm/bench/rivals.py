@@ -20,10 +20,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import rosellm
-from rosellm.bench.job import make_engine
+from rosellm.bench.job import check_served, make_engine, prepare_run
 from rosellm.bench.prompts import new_tokens, request_params
 from rosellm.bench.record import engine_facts
-from rosellm.bench.runs import check_served
 from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
 from rosellm.roseinfer.recipe import get_rung
@@ -68,12 +67,12 @@ def start_rosellm(task: Task) -> Rival:
     """RoseLLM: ``OfflineScheduler``, which ``LLM.generate`` uses, on an engine of the requested rung."""
     gpt = load_model(str(task.checkpoint), task.device, task.dtype)
     rung = get_rung(task.options.rung, task.device)
-    engine = make_engine(task.options, rung, gpt, None, max(map(len, task.prompts)))
+    longest = max(map(len, task.prompts)) + task.options.max_new_tokens
+    engine = make_engine(task.options, rung, gpt, None, longest)
     params = request_params(task.options)
 
     def generate() -> list[list[int]]:
-        if engine.prefix_cache is not None:
-            engine.prefix_cache.clear()
+        prepare_run(engine)
         outputs = OfflineScheduler(engine).run(task.prompts, params)
         check_served(outputs)
         return [output.token_ids for output in outputs]

@@ -14,24 +14,24 @@ from hypothesis import given, strategies as st
 from rosellm.bench import benchmark_streaming
 from rosellm.bench.arrivals import (
     Arrival,
+    gap_figures,
     goodput,
     poisson_times,
     queue_over_time,
     read_trace,
     submit_by_deadline,
 )
-from rosellm.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request
-from rosellm.bench.long_prompt import gap_figures
+from rosellm.bench.job import SPARE_KV_BLOCKS
 from rosellm.bench.prompts import make_prompts
 from rosellm.errors import RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
-from tests.helpers import random_model, refusal
+from tests.helpers import refusal
 
 HEADER = "seconds,prompt_tokens,new_tokens\n"
 ROWS = [(0.5, 3, 4), (0.0, 2, 6), (1.25, 9, 1)]
-TINY = ["--device=cpu", "--rung=dense", "--max-batch-size=2", "--no-stop-on-eos"]
-TINY += ["--warmup-runs=0", "--repeat-runs=1"]
+ONCE = ["--warmup-runs=0", "--repeat-runs=1"]
+TINY = ["--device=cpu", "--rung=dense", "--max-batch-size=2", "--no-stop-on-eos", *ONCE]
 
 
 def test_poisson_times_are_seeded_begin_at_0_and_have_the_gaps_of_their_rate() -> None:
@@ -43,38 +43,31 @@ def test_poisson_times_are_seeded_begin_at_0_and_have_the_gaps_of_their_rate() -
     assert times == poisson_times(20.0, 5000, seed=1) != poisson_times(20.0, 5000, seed=2)
 
 
-def as_json(folder: Path) -> Path:
-    path = folder / "trace.jsonl"
-    names = ("seconds", "prompt_tokens", "new_tokens")
-    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in ROWS) + "\n")
-    return path
-
-
-def as_csv(folder: Path) -> Path:
-    path = folder / "trace.csv"
-    lines = [f"x,{new},{seconds},{prompt}" for seconds, prompt, new in ROWS]
-    path.write_text("\n".join(["user, new_tokens, seconds, prompt_tokens", *lines]))
-    return path
-
-
-@pytest.mark.parametrize("write", [as_json, as_csv])
-def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
-    assert read_trace(str(write(tmp_path))) == [Arrival(*row) for row in sorted(ROWS)]
+NAMES = ("seconds", "prompt_tokens", "new_tokens")
+AS_CSV = [f"x,{new},{seconds},{prompt}" for seconds, prompt, new in ROWS]
+AS_CSV = "\n".join(["user, new_tokens, seconds, prompt_tokens", *AS_CSV])
+IN_ORDER = [Arrival(*row) for row in sorted(ROWS)]
+ONE = [Arrival(0.0, 1, 2)]
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "arrivals"),
     [
-        "\ufeffseconds,prompt_tokens,new_tokens\n0,1,2\n",
-        '\ufeff{"seconds": 0, "prompt_tokens": 1, "new_tokens": 2}',
-        "user,seconds,prompt_tokens,new_tokens\r\n\r\na b,0,1,2\r\n  \r\n",
-        '\n\n{"seconds": "0", "prompt_tokens": 1.0, "new_tokens": 2}\n \n',
+        ("\n".join(json.dumps(dict(zip(NAMES, row, strict=True))) for row in ROWS), IN_ORDER),
+        (AS_CSV, IN_ORDER),
+        ('\ufeff\n{"seconds": "0", "prompt_tokens": 1.0, "new_tokens": 2}\n \n', ONE),
+        ("\ufeffuser,seconds,prompt_tokens,new_tokens\r\n\r\na b,0,1,2\r\n  \r\n", ONE),
     ],
+    ids=["JSON", "CSV", "JSON-with-mark-and-blanks", "CSV-with-mark-and-blanks"],
 )
-def test_a_trace_may_have_a_byte_order_mark_blank_lines_and_other_columns(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "trace"
+def test_a_trace_is_read_in_order_of_time(tmp_path: Path, text: str, arrivals: list[Arrival]) -> None:
+    assert read_trace(str(written(tmp_path, text))) == arrivals
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "trace"
     path.write_bytes(text.encode())
-    assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
+    return path
 
 
 JSON_ROW = '{"seconds": 0, "prompt_tokens": 1, "new_tokens": %s}'
@@ -86,11 +79,8 @@ WHOLE = "it must be a whole number from 1 to"
     ("text", "told"),
     [
         (HEADER, "it has no arrivals"),
-        ("seconds,tokens\n1,2\n", f"request 1 {NUMBERS}"),
         (f"{HEADER}0,1,2\n1,2\n", f"request 2 {NUMBERS}"),
-        (f"{HEADER}0,1,many\n", f"request 1 {NUMBERS}"),
         (f"{HEADER}0,3.7,1\n", f"request 1: prompt_tokens is 3.7; {WHOLE} 1048576"),
-        (f"{HEADER}0,1048577,1\n", f"prompt_tokens is 1048577; {WHOLE} 1048576"),
         (f"{HEADER}0,1,0\n", f"new_tokens is 0; {WHOLE} 2147483647"),
         (f"{HEADER}-1,1,1\n", "request 1: seconds is -1; it must be a number from 0 to 86400"),
         (f"{HEADER}nan,1,1\n", "seconds is nan"),
@@ -101,8 +91,7 @@ WHOLE = "it must be a whole number from 1 to"
     ids=lambda text: text[-40:],
 )
 def test_a_broken_trace_is_one_line_that_says_where(tmp_path: Path, capsys, text: str, told: str) -> None:
-    path = tmp_path / "broken"
-    path.write_text(text)
+    path = written(tmp_path, text)
     error = refusal(benchmark_streaming.main, ["--trace", str(path)], capsys)
     assert f"cannot read {path}: " in error and told in error
 
@@ -166,7 +155,15 @@ def test_the_queue_is_counted_over_the_run() -> None:
 @pytest.mark.slow
 def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys) -> None:
     record = tmp_path / "record.json"
-    argv = [*TINY, "--trace", str(as_csv(tmp_path)), "--json", str(record), "--ttft-limit-ms", "60000"]
+    argv = [
+        *TINY,
+        "--trace",
+        str(written(tmp_path, AS_CSV)),
+        "--json",
+        str(record),
+        "--ttft-limit-ms",
+        "60000",
+    ]
     assert benchmark_streaming.main(argv) == 0
     told = capsys.readouterr().out
     assert "Goodput (requests within the limits): " in told and "Submission lag p50/p95/p99: " in told
@@ -180,28 +177,20 @@ def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys)
 
 def of_trace(folder: Path, *rows: str) -> list[str]:
     """Options that name a trace of these rows."""
-    path = folder / "trace.csv"
-    path.write_text("\n".join([HEADER.strip(), *rows]))
-    return ["--device=cpu", "--trace", str(path)]
+    return ["--device=cpu", "--trace", str(written(folder, "\n".join([HEADER.strip(), *rows])))]
 
 
-def test_a_trace_fits_if_each_of_its_requests_does(tmp_path: Path, capsys) -> None:
-    fits = [*of_trace(tmp_path, "0,500,1", "0,5,100"), "--warmup-runs=0", "--repeat-runs=1"]
-    assert benchmark_streaming.main(fits) == 0
-    assert "Requests: 2, 1 to 100 new tokens each, 8 at a time\n" in capsys.readouterr().out
-    assert benchmark_streaming.main(of_trace(tmp_path, "0,500,1", "0,413,100", "0,5,200")) == 2
-    told = "error: 413 prompt tokens and 100 new ones exceed the model's 512 positions\n"
-    assert capsys.readouterr().err == told
-    assert benchmark_streaming.main([*of_trace(tmp_path, "0,500,1"), "--shared-prefix-tokens=12"]) == 2
-    assert "512 prompt tokens and 1 new ones exceed" in capsys.readouterr().err
-
-
-def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path) -> None:
-    gpt, parse = random_model(0), benchmark_streaming.BENCHMARK.parse_options  # 64 positions
-    sizes = ["--block-size=8", "--max-batch-size=3"]
-    options = parse([*of_trace(tmp_path, "0,40,1", "0,1,30", "0,2,2"), *sizes])
-    assert longest_request(options, gpt, longest_prompt=40) == 41
-    assert kv_blocks_wanted(options, gpt, longest_prompt=40) == 3 * 6 + SPARE_KV_BLOCKS
+def test_a_trace_fits_if_each_of_its_requests_does_and_takes_no_more_cache(tmp_path: Path, capsys) -> None:
+    record = tmp_path / "record.json"
+    fits = [*of_trace(tmp_path, "0,500,1", "0,5,100"), "--block-size=8", "--max-batch-size=3"]
+    assert benchmark_streaming.main([*fits, *ONCE, f"--json={record}"]) == 0
+    assert "Requests: 2, 1 to 100 new tokens each, 3 at a time\n" in capsys.readouterr().out
+    assert json.loads(record.read_text())["num_kv_blocks"] == 2 * 63 + SPARE_KV_BLOCKS  # of 501 tokens
+    for rows, more, told in (
+        (["0,413,100", "0,5,200"], [], "413 prompt tokens and 100 new ones exceed the model's 512 positions"),
+        (["0,500,1"], ["--shared-prefix-tokens=12"], "512 prompt tokens and 1 new ones exceed"),
+    ):
+        assert told in refusal(benchmark_streaming.main, [*of_trace(tmp_path, *rows), *more], capsys)
 
 
 def test_the_prompts_of_a_trace_take_memory_for_their_own_tokens_only(tmp_path: Path) -> None:
@@ -221,23 +210,14 @@ def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:
     assert benchmark_streaming.main([*TINY, *sizes]) == 0
     (repeat,) = json.loads(record.read_text())["results"]["streaming"]["repeats"]
     assert repeat["total_time_s"] >= poisson_times(20.0, 4, seed=0)[-1]
-
-
-def test_an_infinite_rate_is_all_at_once() -> None:
-    assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate", "inf"]).request_rate is None
+    assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate=inf"]).request_rate is None
 
 
 # A long prompt that arrives while others run
 
 RUN = ["--device=cpu", "--rung=packed_prefill", "--max-batch-size=4", "--no-stop-on-eos", "--num-requests=3"]
-RUN += [
-    "--prompt-tokens=4",
-    "--max-new-tokens=60",
-    "--warmup-runs=1",
-    "--repeat-runs=1",
-    "--prefill-chunk=32",
-]
-RUN += ["--long-prompt-after-ms=60"]
+RUN += ["--prompt-tokens=4", "--max-new-tokens=60", "--warmup-runs=1", "--repeat-runs=1"]
+RUN += ["--prefill-chunk=32", "--long-prompt-after-ms=60"]
 
 
 def output_of(arrival: float, times: list[float]) -> RequestOutput:
@@ -249,31 +229,22 @@ def test_gaps_are_beside_a_prefill_if_they_share_a_moment_with_it() -> None:
     figures = gap_figures([running, output_of(2.5, [5.5])])
     assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_mean_s"] == 2  # 2 to 5, 5 to 6
     assert figures["itl_apart_mean_s"] == 1.5 and figures["long_prompt_ttft_s"] == 3
+    assert gap_figures([running, output_of(0.5, [9.0])])["itl_apart_p50_s"] is None  # all are beside
     with pytest.raises(RoseError, match="no request was running"):
         gap_figures([running, output_of(8.5, [9.0])])
 
 
-def test_without_a_gap_apart_from_the_prefill_the_figures_apart_have_no_value() -> None:
-    figures = gap_figures([output_of(0.0, [1.0, 2.0, 5.0]), output_of(0.5, [7.0])])
-    assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_p50_s"] == 2
-    assert [figures[f"itl_apart_{which}_s"] for which in ("mean", "p50", "p99")] == [None] * 3
-
-
 @pytest.mark.slow
 def test_a_user_compares_chunks_with_a_whole_prompt(tmp_path: Path, capsys) -> None:
+    record = tmp_path / "record.json"
     for _ in range(4):  # other processes may delay a round of chunks
-        chunked, whole = compared(tmp_path / "record.json", capsys)
+        assert benchmark_streaming.main([*RUN, "--long-prompt-tokens=420", f"--json={record}"]) == 0
+        told = capsys.readouterr().out
+        for line in ("ITL beside the long prompt p50/p99: ", "ITL apart from it p50/p99: "):
+            assert told.count(line) == 2
+        results = json.loads(record.read_text())["results"]
+        chunked, whole = (results[mode]["repeats"][0] for mode in ("chunked", "whole"))
         assert chunked["tokens_sha256"] == whole["tokens_sha256"]
         if chunked["itl_beside_max_s"] < whole["itl_beside_max_s"]:
             break
     assert chunked["itl_beside_max_s"] < whole["itl_beside_max_s"]
-
-
-def compared(record: Path, capsys) -> list[dict]:
-    """What the command tells and records of both ways."""
-    assert benchmark_streaming.main([*RUN, "--long-prompt-tokens=420", f"--json={record}"]) == 0
-    told = capsys.readouterr().out
-    for line in ("ITL beside the long prompt p50/p99: ", "ITL apart from it p50/p99: "):
-        assert told.count(line) == 2
-    results = json.loads(record.read_text())["results"]
-    return [results[mode]["repeats"][0] for mode in ("chunked", "whole")]

@@ -88,32 +88,24 @@ def vllm(monkeypatch) -> MagicMock:
     return module
 
 
-def test_vllm_gets_token_ids_and_is_shut_down(vllm, tmp_path):
-    rival = RIVALS["vllm"](make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, dtype=torch.float16))
+def test_vllm_gets_token_ids_and_sampling_has_its_cache_emptied_and_is_shut_down(vllm, tmp_path):
+    sampling = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    options = {"new_tokens": 3, "batch": 2, "dtype": torch.float16, "prefix_cache": True, **sampling}
+    task = make_task(tmp_path, [[5], [6, 7]], **options)
+    rival = RIVALS["vllm"](task)
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert rival.generate() == [[7, 8, 9]] * 2
-    arguments = {"dtype": "float16", "max_num_seqs": 2, "enable_prefix_caching": False}
+    arguments = {"dtype": "float16", "max_num_seqs": 2, "enable_prefix_caching": True}
     arguments["skip_tokenizer_init"] = True
-    params = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "max_tokens": 3}
-    params |= {"ignore_eos": True, "detokenize": False}
-    prompts, engine = [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], vllm.LLM.return_value
     vllm.LLM.assert_called_once_with(model=str(tmp_path), **arguments)
-    assert engine.method_calls == [call.generate(prompts, [params] * 2, use_tqdm=False)]
+    same = sampling | {"max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    params = [same | {"seed": own.seed} for own in request_params(task.options)]
+    prompts, engine = [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], vllm.LLM.return_value
+    generated = call.generate(prompts, params, use_tqdm=False)
+    assert engine.method_calls == [call.reset_prefix_cache(), generated]
     assert rival.facts == {"rival_version": "0.22.1", "llm_arguments": arguments}
     rival.close()
     engine.llm_engine.engine_core.shutdown.assert_called_once_with()
-
-
-def test_vllm_gets_the_workload_s_sampling_and_its_prefix_cache_is_emptied(vllm, tmp_path):
-    sampling = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-    task = make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, prefix_cache=True, **sampling)
-    rival, engine = RIVALS["vllm"](task), vllm.LLM.return_value
-    for _ in range(2):
-        rival.generate()
-    assert vllm.LLM.call_args.kwargs["enable_prefix_caching"] is True
-    assert [name for name, *_ in engine.method_calls] == ["reset_prefix_cache", "generate"] * 2
-    for given, own in zip(engine.generate.call_args.args[1], request_params(task.options), strict=True):
-        assert sampling | {"seed": own.seed} == {name: given[name] for name in (*sampling, "seed")}
 
 
 def test_rosellm_s_prefix_cache_is_empty_when_a_run_starts(tmp_path, monkeypatch):

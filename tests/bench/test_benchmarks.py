@@ -1,28 +1,23 @@
 """The benchmark commands as users run them: documented forms, printed lines, records, bad input."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 
 from rosellm.bench import benchmark_scheduler
 from rosellm.bench.cli import print_summary
 from rosellm.bench.job import SPARE_KV_BLOCKS
-from rosellm.command_line import command
 from rosellm.errors import RoseError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 
-ROOT = Path(__file__).parents[2]
 SUMMARIES = {
     "scheduler": """\
 === online summary ===
-Warmup runs: 1
-Measured runs: 3
+Warmup runs: 0
+Measured runs: 2
 Decode time p50/mean: S/S s
 Total time p50/mean: S/S s
 Throughput(completion,decode) p50/mean: N/N tokens/s
@@ -32,8 +27,8 @@ TPOT p50/mean: N/N ms/token
 Latency p50/mean: N/N ms""",
     "streaming": """\
 === streaming summary ===
-Warmup runs: 1
-Measured runs: 3
+Warmup runs: 0
+Measured runs: 2
 Total time: S s
 TTFT p50/p95/p99: N/N/N ms
 TPOT p50/p95/p99: N/N/N ms/token
@@ -42,8 +37,8 @@ Latency p50/p95/p99: N/N/N ms
 Throughput (completion,total): N tokens/s""",
 }
 COMMON = (
-    "--device cpu --prompt Hello --num-requests 4 --max-new-tokens 6 --no-stop-on-eos --no-prefix-cache "
-    "--pretok --warmup-runs 1 --repeat-runs 3 --paged-attn"
+    "--device cpu --prompt Hello --num-requests 4 --max-new-tokens 4 --no-stop-on-eos --no-prefix-cache "
+    "--pretok --warmup-runs 0 --repeat-runs 2 --paged-attn"
 )
 FORMS = {
     "scheduler": f"{COMMON} --mode online --max-batch-size 2",
@@ -53,15 +48,9 @@ FORMS = {
 HEADER = [
     r"Model: rose-tiny, auto, cpu, float32",
     r"Recipe: \w+(?: \w+)* \(\w+ kernels\)",
-    r"Requests: 4, 6 new tokens each, [24] at a time",
+    r"Requests: 4, 4 new tokens each, [24] at a time",
 ]
-SMALL = "--device cpu --num-requests 3 --max-new-tokens 4 --warmup-runs 0 --repeat-runs 1"
-
-
-def run_command(name: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
-    command = [sys.executable, "-m", f"rosellm.roseinfer.benchmark_{name}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+SMALL = "--device cpu --num-requests 2 --max-new-tokens 3 --warmup-runs 0 --repeat-runs 1"
 
 
 def without_numbers(text: str) -> str:
@@ -70,30 +59,30 @@ def without_numbers(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["scheduler", pytest.param("streaming", marks=pytest.mark.slow)])
-def test_a_documented_form_prints_its_summary_and_writes_record_and_trace(name, tmp_path):
+def test_a_documented_form_prints_its_summary_and_writes_record_and_trace(name, tmp_path, capsys):
     record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
-    done = run_command(name, *FORMS[name].split(), "--json", record_path, "--profile", trace_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    main = import_module(f"rosellm.roseinfer.benchmark_{name}").main
+    assert main([*FORMS[name].split(), f"--json={record_path}", f"--profile={trace_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert all(map(re.fullmatch, HEADER, lines))
     assert without_numbers("\n".join(lines[len(HEADER) :])) == SUMMARIES[name]
     record = json.loads(record_path.read_text())
     assert (record["schema_version"], record["kind"], record["model"]) == (1, name, "rose-tiny")
     assert record["rung"] is None and record["recipe"] == replace(LADDER[BEST_RUNG], runner="eager").as_dict()
     (result,) = record["results"].values()
-    assert [repeat["completion_tokens"] for repeat in result["repeats"]] == [24] * 3
+    assert [repeat["completion_tokens"] for repeat in result["repeats"]] == [16] * 2
     assert str(tmp_path) not in record_path.read_text()
     names = [event.get("name") for event in json.loads(trace_path.read_text())["traceEvents"]]
     assert "roseinfer.decode_step_sessions" in names
     if name == "scheduler":
-        assert {(one["decode_tokens"], one["decode_steps"]) for one in result["repeats"]} == {(20, 10)}
+        assert {(one["decode_tokens"], one["decode_steps"]) for one in result["repeats"]} == {(12, 6)}
         assert record["num_kv_blocks"] == 2 + SPARE_KV_BLOCKS
-        assert names.count("roseinfer.decode_step_sessions") == 5
+        assert names.count("roseinfer.decode_step_sessions") == 3
 
 
 def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
-    path, shape = tmp_path / "record.json", "--hf-model-id rose-tiny --load-format dummy --prompt-tokens 5"
-    arguments = f"{SMALL} {shape} --mode all --json {path}"
+    path = tmp_path / "record.json"
+    arguments = f"{SMALL} --load-format dummy --prompt-tokens 5 --mode all --json {path}"
     assert benchmark_scheduler.main(arguments.split()) == 0
     record = json.loads(path.read_text())
     assert (record["rung"], list(record["results"])) == ("dense", ["naive", "offline", "online"])
@@ -127,24 +116,6 @@ def test_a_summary_tells_figures_in_their_units_and_what_is_missing(capsys):
         "TTFT p50/mean: 2.68/2.67 ms",
         "TPOT p50/mean: none/none ms/token",
     } <= set(printed)
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
-    done = run_command("scheduler", "--hf-model-id", "gpt2", "--device", "cpu", HF_HOME="/nonexistent")
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: model 'gpt2'")
-    assert "use 'rose-tiny', a local folder, or --load-format dummy" in line
-
-
-def test_an_error_of_ours_is_not_taken_for_the_users():
-    @command
-    def main(_argv):
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        main()
 
 
 def test_help_tells_the_defaults_of_the_workload_that_is_named(capsys):

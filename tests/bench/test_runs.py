@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rosellm.bench import benchmark_kv_append as append, benchmark_scheduler
-from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
-from rosellm.bench.benchmark_streaming import StreamingLoad, run_streaming_benchmark
-from rosellm.bench.job import SPARE_KV_BLOCKS, Job, kv_blocks_wanted
+from rosellm.bench.benchmark_scheduler import run_scheduler
+from rosellm.bench.benchmark_streaming import run_streaming
+from rosellm.bench.job import Job
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer.engine import Engine
@@ -38,26 +38,15 @@ def greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
-def test_the_kv_cache_holds_what_runs_together_and_no_more():
-    gpt = random_model(0)  # 64 positions
-    argv = ["--num-requests=100", "--max-batch-size=3", "--max-new-tokens=20", "--block-size=8"]
-    options = benchmark_scheduler.BENCHMARK.parse_options(argv)
-    assert kv_blocks_wanted(options, gpt, longest_prompt=10) == 3 * 4 + SPARE_KV_BLOCKS
-    assert kv_blocks_wanted(options, gpt, longest_prompt=10_000) == 3 * 8 + SPARE_KV_BLOCKS
-
-
 @pytest.mark.parametrize(("mode", "decode_steps"), [("naive", 5 * 4), ("offline", 3 * 4), ("online", 3 * 4)])
 def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
     job = Job(engine_for(), random_prompts([3, 5, 2, 9, 4]), greedy(5), SchedulerConfig(max_batch_size=2))
-    result = run_scheduler_benchmark(job, 1, 2, mode)
-    for repeat in result["repeats"]:
-        assert (repeat["completion_tokens"], repeat["decode_tokens"]) == (25, 20)
-        assert repeat["decode_steps"] == decode_steps
-        assert repeat["decode_throughput_tok_s"] == 20 / repeat["decode_time_s"]
-        assert repeat["total_throughput_tok_s"] == 25 / repeat["total_time_s"]
-        assert repeat["decode_time_s"] + repeat["prefill_time_s"] <= repeat["total_time_s"]
-        assert repeat["decode_step_mean_s"] * decode_steps == pytest.approx(repeat["decode_time_s"])
-    assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
+    run = run_scheduler(job, mode)
+    assert (run["completion_tokens"], run["decode_tokens"], run["decode_steps"]) == (25, 20, decode_steps)
+    assert run["decode_throughput_tok_s"] == 20 / run["decode_time_s"]
+    assert run["total_throughput_tok_s"] == 25 / run["total_time_s"]
+    assert run["decode_time_s"] + run["prefill_time_s"] <= run["total_time_s"]
+    assert run["decode_step_mean_s"] * decode_steps == pytest.approx(run["decode_time_s"])
 
 
 def test_a_naive_request_arrives_when_the_one_before_has_ended():
@@ -71,29 +60,29 @@ def test_a_naive_request_arrives_when_the_one_before_has_ended():
 def test_rungs_and_modes_and_streaming_give_one_digest():
     prompts = random_prompts([3, 9, 5])
     runs = [
-        run_scheduler_benchmark(Job(engine_for(recipe=rung), prompts, greedy(6)), 0, 1, mode)
+        run_scheduler(Job(engine_for(recipe=rung), prompts, greedy(6)), mode)
         for rung, mode in (("dense", "naive"), ("dense", "online"), (BEST_RUNG, "offline"))
     ]
-    runs.append(run_streaming_benchmark(Job(streaming_engine(), prompts, greedy(6)), StreamingLoad(), 0, 1))
-    assert len({run["repeats"][0]["tokens_sha256"] for run in runs}) == 1
+    runs.append(run_streaming(Job(streaming_engine(), prompts, greedy(6))))
+    assert len({run["tokens_sha256"] for run in runs}) == 1
 
 
 def test_one_token_a_request_leaves_decode_figures_without_value():
-    result = run_scheduler_benchmark(Job(engine_for(), random_prompts([3]), greedy(1)), 0, 1)
-    for figure in ("decode_throughput_tok_s", "tpot_p50_s"):
-        assert result["repeats"][0][figure] is None and figure not in result["medians"]
+    run = run_scheduler(Job(engine_for(), random_prompts([3]), greedy(1)))
+    assert run["decode_throughput_tok_s"] is None and run["tpot_p50_s"] is None
 
 
 def test_every_run_starts_with_an_empty_prefix_cache():
     engine = engine_for(prefix_cache=True)
-    run_scheduler_benchmark(Job(engine, random_prompts([20, 20]), greedy(3), SchedulerConfig()), 1, 2)
+    for _ in range(2):
+        run_scheduler(Job(engine, random_prompts([20, 20]), greedy(3)))
     assert engine.prefix_cache.hits == 0
 
 
 def test_a_refused_prompt_ends_a_streaming_run_at_once():
     engine = streaming_engine()
     with pytest.raises(PromptError, match="exceed the model's 64 positions"):
-        run_streaming_benchmark(Job(engine, random_prompts([3, 60]), greedy(20)), StreamingLoad(), 0, 1)
+        run_streaming(Job(engine, random_prompts([3, 60]), greedy(20)))
     engine.check_integrity()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
@@ -103,13 +92,9 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
     engine = fake_engine(3, num_kv_blocks=30, tokenizer=Letters())
     poison(engine, 2)
     job = Job(engine, [[1], [2], [3]], greedy(4))
-    with pytest.raises(
-        RoseError, match=f"{'' if mode == 'streaming' else 'request 2 of 3 failed: '}{POISON}"
-    ):
-        if mode == "streaming":
-            run_streaming_benchmark(job, StreamingLoad(), 0, 1)
-        else:
-            run_scheduler_benchmark(job, 0, 1, mode)
+    which = "" if mode == "streaming" else "request 2 of 3 failed: "
+    with pytest.raises(RoseError, match=f"{which}{POISON}"):
+        run_streaming(job) if mode == "streaming" else run_scheduler(job, mode)
 
 
 # The KV append.
@@ -133,10 +118,8 @@ def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_i
 
 def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_time_if_known():
     times = {"index_put": {"wall": 9e-5}, "generic": {"wall": 3e-5}}
-    rows = [
-        {"batch_size": 8, "variant": variant, "medians_s": medians, "floor_s": 1e-6}
-        for variant, medians in times.items()
-    ]
+    of_both = {"batch_size": 8, "floor_s": 1e-6}
+    rows = [of_both | {"variant": variant, "medians_s": medians} for variant, medians in times.items()]
     assert append.gain_line(rows) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
     assert append.table(rows)[2].split() == ["8", "generic", "30.00", "3.00x", "1.00"]
     for row in rows:
@@ -144,17 +127,17 @@ def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_tim
     assert append.gain_line(rows) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
 
 
-def append_shape(dtype: torch.dtype) -> append.Shape:
-    return append.Shape(6, 2, 8, 4, dtype, torch.device("cpu"))
+SHAPE = append.Shape(6, 2, 8, 4, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_append_sets_share_no_slot(dtype):
-    sets = append.make_operands(append_shape(dtype), n_sets=9)
+    shape = replace(SHAPE, dtype=dtype)
+    sets = append.make_operands(shape, n_sets=9)
     slots = {(id(s.caches), block, s.pos) for s in sets for block in s.block_idx.tolist()}
     assert len(slots) == 9 * 6
     for variant in append.VARIANTS:
-        append.check_variant(variant, sets[-1], TORCH, append_shape(dtype))
+        append.check_variant(variant, sets[-1], TORCH, shape)
 
 
 @pytest.mark.parametrize("variant", append.VARIANTS[1:])
@@ -162,12 +145,11 @@ def test_a_wrong_append_is_not_timed(variant):
     def one_slot_off(spec):
         return lambda **operands: spec(**(operands | {"pos": operands["pos"] - 1}))
 
-    shape = append_shape(torch.float32)
     names = ("kv_append", "kv_append_full_batch", "kv_append_identity_pos")
     wrong = replace(TORCH, **{name: one_slot_off(getattr(TORCH, name)) for name in names})
-    operands = append.make_operands(shape, n_sets=2)[-1]
+    operands = append.make_operands(SHAPE, n_sets=2)[-1]
     with pytest.raises(AssertionError, match=f"{variant} at batch 6: k_cache_layer differs"):
-        append.check_variant(variant, operands, wrong, shape)
+        append.check_variant(variant, operands, wrong, SHAPE)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rosellm.bench import benchmark_scheduler, benchmark_streaming
-from rosellm.bench.job import check_positions, choose_recipe, print_header
+from rosellm.bench.job import choose_recipe, print_header
 from rosellm.bench.options import departures, request_facts
-from rosellm.bench.prompts import make_prompts, new_tokens, request_params
+from rosellm.bench.prompts import make_prompts, most_tokens, new_tokens, request_params
 from rosellm.bench.workloads import ALL_WORKLOADS, MODERN_MODEL, WORKLOADS
 from rosellm.errors import PromptError
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -67,14 +67,9 @@ def test_a_model_or_a_recipe_of_ones_own_wins_over_the_workloads(given, model, r
         ("W3", "", []),
         ("W3", "--num-requests 2", ["num_requests=2 for 256"]),
         ("W3", "--hf-model-id rose-tiny", ["hf_model_id=rose-tiny for gpt2", "load_format=auto for dummy"]),
-        ("W3", "--seed 7", ["seed=7 for 0"]),
-        ("W3", "--num-kv-blocks 40", ["num_kv_blocks=40 for None"]),
         ("W3", "--all-reduce one_shot", ["all_reduce=one_shot for library"]),
-        ("W3", "--prefill-token-budget 512", ["prefill_token_budget=512 for 16384"]),
         ("W3", "--prefill-admission-policy pack", ["prefill_admission_policy=pack for fifo"]),
         ("W4", "--stream-interval 16", ["stream_interval=16 for 1"]),
-        ("W4", "--submit-interval-ms 5", ["submit_interval_ms=5.0 for 0.0"]),
-        ("W4", "--request-rate 20", ["request_rate=20.0 for None"]),
     ],
 )
 def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, told, capsys):
@@ -82,7 +77,6 @@ def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, to
     assert departures(options, engine) == [*told, FP32]
     print_header(engine, options)
     assert f"Not comparable with {name}'s records: {', '.join([*told, FP32])}\n" in capsys.readouterr().out
-    assert "preset" not in request_facts(options)["options"]
 
 
 def test_a_trace_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads(tmp_path):
@@ -98,12 +92,10 @@ def test_a_trace_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads(tmp_pat
 
 
 def test_explicit_options_win_over_the_workload_and_show_in_the_record():
-    options = benchmark_scheduler.BENCHMARK.parse_options(
-        ["--num-requests", "3", "--prefix-cache", "--workload=W3"]
-    )
+    options = options_of("W3", "--num-requests=3", "--prefix-cache")
     assert (options.num_requests, options.max_batch_size, options.prefix_cache) == (3, 256, True)
     facts = request_facts(options)
-    assert facts["workload"] == "W3"
+    assert facts["workload"] == "W3" and "preset" not in facts["options"]
     assert facts["workload_overrides"] == {"num_requests": 3, "prefix_cache": True}
 
 
@@ -139,23 +131,19 @@ def test_prompts_of_random_ids_are_those_of_one_draw_at_the_longest_length(name)
     options = options_of(name, "--num-requests=40")
     drawn = np.random.default_rng(0).integers(50257, size=(40, options.prompt_tokens)).tolist()
     prefix = options.shared_prefix_tokens
-    own = [prompt[prefix:] for prompt in make_prompts(options, 50257)]
+    prompts = make_prompts(options, 50257)
+    own = [prompt[prefix:] for prompt in prompts]
+    assert len({tuple(prompt[:prefix]) for prompt in prompts}) == 1
     assert own == [row[: len(prompt)] for row, prompt in zip(drawn, own, strict=True)]
-
-
-def test_prompts_with_a_shared_prefix_have_just_that_in_common():
-    prompts = make_prompts(options_of("PFX"), 50257)
-    assert {len(prompt) for prompt in prompts} == {544}
-    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
-    assert len({prompt[512] for prompt in prompts}) > 400
 
 
 def test_requests_of_unequal_lengths_fit_if_each_of_them_does():
     options = options_of("MIX")
     longest = max(map(len, make_prompts(options, 50)))
-    check_positions(options, longest, 947 + 998)
+    assert most_tokens(options, None, 4096) == longest + 1024
+    assert most_tokens(options, None, 947 + 998) == 947 + 998 < longest + 1024
     with pytest.raises(PromptError, match="MIX: 947 prompt tokens and 998 new ones exceed"):
-        check_positions(options, longest, 947 + 998 - 1)
+        most_tokens(options, None, 947 + 998 - 1)
 
 
 @pytest.mark.parametrize(

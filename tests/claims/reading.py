@@ -50,6 +50,15 @@ def prose(number: str) -> str:
     return re.sub(r"\s+", " ", text.replace("*", ""))
 
 
+def table_row(number: str, *cells: str) -> list[float]:
+    """The numbers after ``cells`` in the one row of the notebook's stored tables that begins with them."""
+    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    outputs = [one for cell in nbformat.read(path, 4).cells for one in cell.get("outputs", [])]
+    text = "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
+    (row,) = re.findall(rf"^{' +'.join(map(re.escape, cells))} {{2,}}(.+)$", text, re.MULTILINE)
+    return [float(one.replace(",", "")) for one in row.split()]
+
+
 def said(text: str, pattern: str) -> tuple[str, ...]:
     """The groups of the one place where ``text`` says ``pattern``."""
     found = list(re.finditer(pattern, text))

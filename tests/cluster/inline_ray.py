@@ -10,14 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rosellm.cluster.replica import Replica
-from rosellm.cluster.replicas import BATCHES_AHEAD
-from rosellm.cluster.router import Router
-from rosellm.cluster.scheduler import ReplicaScheduler
+from rosellm.cluster.replicas import Replicas, ReplicaScheduler
 from rosellm.cluster.seats import Seats
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.owned import Owned
-from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 
@@ -116,31 +112,19 @@ class InlineRay:
         return True
 
 
-class InlineFleet(Owned):
-    """``Replicas`` over such actors. make: an engine of a replica; ``twin`` makes the driver's sequences."""
+class InlineFleet(Replicas):
+    """``Replicas`` over such actors. make: an engine of a replica."""
 
     def __init__(self, ray: InlineRay, n: int, make: Callable[[], Engine], marks: bool = False) -> None:
-        super().__init__()
+        Owned.__init__(self)
         self.actors: dict[int, Actor] = {}
-        self.twin = make()
-        self.tokenizer, self.mark_size = self.twin.tokenizer, self.twin.block_size if marks else 0
+        self.tokenizer = make().tokenizer
         self.seats = Seats(ray, n, partial(self._start, make))
-        facts = self.seats.load_all()
-        self.router = Router(BATCHES_AHEAD * facts.max_batch_size, facts.limits.num_kv_blocks)
-        for index in range(n):
-            self.router.add(index)
+        self._load(marks)
 
     def _start(self, make: Callable[[], Engine], index: int) -> Actor:
         self.actors[index] = Actor(_Loaded(make))
         return self.actors[index]
-
-    def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        sequence = self.twin.make_sequence(prompt, params)
-        sequence.num_cached_tokens = sequence.n_prompt
-        return sequence
-
-    def encode_many(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        return self.twin.encode_many(prompts)
 
     def scheduler(self, config: SchedulerConfig) -> ReplicaScheduler:
         return ReplicaScheduler(self, config, 1e-6, 0.001)  # a step a call

@@ -157,11 +157,6 @@ def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(
     assert not set(runtime.LOCAL) <= set(os.environ)
 
 
-def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(ray):
-    runtime.Runtime("auto", 2).leave()
-    assert ray.init.call_args.kwargs["address"] == "auto" and ray.shutdown.called
-
-
 def test_a_start_that_fails_keeps_no_share(ray):
     works, ray.init.side_effect = ray.init.side_effect, ConnectionError("no")
     with pytest.raises(ClusterError):
@@ -177,24 +172,19 @@ def test_a_start_that_fails_keeps_no_share(ray):
         ("CPU", 5, 1, "data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"),
         ("CPU", 3, 2, "3 times tensor_parallel_size 2 needs 6 CPUs, 2 of a host each; the Ray cluster has 4"),
         ("GPU", 1, 1, "data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"),
+        ("CPU", 2, 2, "needs 4 CPUs, 2 of a host each; 1 of the Ray cluster's 4 are free"),
     ],
 )
-def test_more_replicas_than_the_cluster_has_are_refused(ray, kind, n, each, told):
-    share = runtime.Runtime(None, 2)
+def test_more_replicas_than_the_cluster_has_or_has_free_are_refused_and_keep_nothing(
+    ray, kind, n, each, told
+):
+    ray.util.placement_group.return_value.wait.return_value = False
+    share = runtime.Runtime("auto", 2)
     with pytest.raises(DeviceError, match=told):
         share.reserve(kind, n, each)
+    assert ray.util.remove_placement_group.call_count == ray.util.placement_group.call_count
     share.leave()
-
-
-def test_more_replicas_than_the_cluster_has_free_are_refused_and_ask_for_no_more(ray):
-    ray.util.placement_group.return_value.wait.return_value = False
-    share = runtime.Runtime(None, 2)
-    told = "2 times tensor_parallel_size 2 needs 4 CPUs, 2 of a host each; 1 of the Ray cluster's 4 are free"
-    with pytest.raises(DeviceError, match=told):
-        share.reserve("CPU", 2, 2)
-    ray.util.placement_group.assert_called_once_with([{"CPU": 2}] * 2, strategy="PACK")
-    ray.util.remove_placement_group.assert_called_once()
-    share.leave()
+    assert ray.init.call_args.kwargs["address"] == "auto" and ray.shutdown.called
 
 
 def test_places_are_freed_unless_ray_was_shut_down_and_they_with_it(ray):

@@ -15,9 +15,9 @@ from itertools import chain
 from typing import Any
 
 from rosellm.bench.arrivals import Arrival, poisson_times
-from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
+from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming
 from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
-from rosellm.bench.prompts import largest_request, make_prompts, new_tokens, request_params
+from rosellm.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.lab.records.experiment import Asked, Experiment, Record
@@ -69,7 +69,9 @@ def arrivals_of(options: Sequence[str]) -> list[Arrival]:
 def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequence[str]) -> Engine:
     """Build the engine that the benchmark would build for these options."""
     asked = BENCHMARK.parse_options([*options, "--device", gpt.device.type])
-    return make_engine(asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens)
+    return make_engine(
+        asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens + asked.max_new_tokens
+    )
 
 
 def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
     job = Job(engine, prompts, request_params(asked), scheduler_config(asked))
     times = tuple(arrival.seconds for arrival in arrivals_of(options))
     load = StreamingLoad(times=times, ttft_limit_s=limits_s[0], itl_limit_s=limits_s[1])
-    return run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"][0]
+    return run_streaming(job, load)
 
 
 def watched_run(
@@ -215,7 +217,7 @@ def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
 
 def _long_positions(_size: Size) -> int:
     options = BENCHMARK.parse_options(long_prompt_options())
-    return sum(largest_request(options, options.prompt_tokens))
+    return max(one.prompt_tokens + one.new_tokens for one in options.trace)
 
 
 def _refuse(asked: Asked, name: str) -> None:

@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 import torch
 
 from rosellm.bench.benchmark_scheduler import BENCHMARK
-from rosellm.bench.job import check_positions, choose_recipe, scheduler_config
+from rosellm.bench.job import check_served, choose_recipe, scheduler_config
 from rosellm.bench.prompts import make_prompts, request_params
 from rosellm.bench.record import engine_facts, tokens_sha256
-from rosellm.bench.runs import check_served
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.command_line import command
 from rosellm.errors import RoseError
@@ -87,7 +86,6 @@ def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
     """Serve the options' requests, all known upfront; return seconds, throughput, and late captures."""
     prompts, params = make_prompts(options, engine.config.vocab_size), request_params(options)
     ids = engine.encode_many(prompts)
-    check_positions(options, max(map(len, ids)), engine.config.n_positions)
     before, start = engine.late_captures, time.perf_counter()
     outputs = OfflineScheduler(engine, scheduler_config(options)).run(ids, params)
     seconds = time.perf_counter() - start

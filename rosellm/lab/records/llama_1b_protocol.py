@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+from rosellm.bench.job import check_served
 from rosellm.bench.record import across_repeats, engine_facts, tokens_sha256
-from rosellm.bench.runs import check_served
 from rosellm.lab.records.bench import make_prompts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.parameters import model_path

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler_benchmark
-from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingLoad, run_streaming_benchmark
+from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler
+from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingLoad, run_streaming
 from rosellm.bench.job import Job, make_engine, scheduler_config
 from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
-from rosellm.bench.runs import mode_result
+from rosellm.bench.record import mode_result
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.bench import free_memory, make_prompts
@@ -60,17 +60,16 @@ def measure_runs(
 ) -> dict[str, dict[str, Any]]:
     """Measure whole runs of W8, as in ``benchmark_scheduler``, and count the passes of one run, per way."""
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts)) + options.max_new_tokens
     jobs = {
         way: Job(
             make_engine(options, recipe, gpt, tokenizer, longest), prompts, params, scheduler_config(options)
         )
         for way, recipe in ways.items()
     }
-    once = {way: partial(run_scheduler_benchmark, job, 0, 1) for way, job in jobs.items()}
+    once = {way: partial(run_scheduler, job) for way, job in jobs.items()}
     passes = {way: counted(passes_of(job.engine, once[way])) for way, job in jobs.items()}  # also warms up
-    found = in_turns(once, turns, warm_up=False)
-    repeats = {way: [run["repeats"][0] for run in own] for way, own in found.items()}
+    repeats = in_turns(once, turns, warm_up=False)
     return {way: {"passes": passes[way], **mode_result("online", 1, repeats[way])} for way in jobs}
 
 
@@ -135,16 +134,17 @@ def measure_long_prompt(
     """Return way → "chunked" and "whole" → figures of running requests during a long prompt."""
     options = STREAMING.parse_options(given)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
+    longest = max(one.prompt_tokens + one.new_tokens for one in options.trace)
     times = tuple(one.seconds for one in options.trace)
     load = StreamingLoad(times=times, ends_with_long_prompt=True)
     config = scheduler_config(options)
     configs = {"chunked": config, "whole": replace(config, prefill_chunk=None)}
     jobs: dict[tuple[str, str], Job] = {}
     for way, recipe in ways.items():
-        engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, prompts)))
+        engine = make_engine(options, recipe, gpt, tokenizer, longest)
         jobs |= {(way, kind): Job(engine, prompts, params, config) for kind, config in configs.items()}
-    once = {key: partial(run_streaming_benchmark, job, load, 0, 1) for key, job in jobs.items()}
-    repeats = {key: [run["repeats"][0] for run in own] for key, own in in_turns(once, turns).items()}
+    once = {key: partial(run_streaming, job, load) for key, job in jobs.items()}
+    repeats = in_turns(once, turns)
     return {way: {kind: mode_result(kind, 1, repeats[way, kind]) for kind in configs} for way in ways}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.benchmark_scheduler import run_scheduler
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.bench import make_prompts
@@ -32,7 +32,7 @@ def whole_runs(
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
 
     def run(engine: Engine) -> dict[str, Any]:
-        return run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
+        return run_scheduler(Job(engine, prompts, params))
 
     runs = runs_in_turns({name: partial(run, engine) for name, engine in engines.items()}, repeats)
     return {

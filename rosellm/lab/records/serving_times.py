@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rosellm.bench.arrivals import Arrival
-from rosellm.bench.benchmark_streaming import StreamingLoad, run_streaming_benchmark
+from rosellm.bench.benchmark_streaming import run_streaming
 from rosellm.bench.job import Job
 from rosellm.errors import RoseError
 from rosellm.lab.records.watched_step import Begun, watched
@@ -111,7 +111,7 @@ def measure_serving_times(
         several = [requests[i % len(requests)] for i in range(rounds * rows)]
         job = streaming_job(engine, several, SchedulerConfig(max_batch_size=rows))
         with watched(engine) as steps:
-            run_streaming_benchmark(job, StreamingLoad(), warmup_runs=0, repeat_runs=1)
+            run_streaming(job)
         runs.append(steps)
     return fit_serving_times(engine, runs, batches)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.benchmark_scheduler import run_scheduler
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
@@ -67,7 +67,7 @@ def leave_one_out(
     jobs = {field: Job(engine, prompts, params) for field, engine in engines.items()}
 
     def tok_s(job: Job) -> float:
-        return run_scheduler_benchmark(job, 0, 1)["repeats"][0]["total_throughput_tok_s"]
+        return run_scheduler(job)["total_throughput_tok_s"]
 
     found = in_turns({field: partial(tok_s, job) for field, job in jobs.items()}, repeats)
     return {"best": best, "tok_s": found, "refused": refused}

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from rosellm.bench.benchmark_scheduler import BENCHMARK
-from rosellm.bench.job import Job, choose_recipe, make_job
+from rosellm.bench.job import Job, check_served, choose_recipe, make_job
 from rosellm.bench.prompts import make_prompts, request_params
-from rosellm.bench.record import engine_facts
-from rosellm.bench.runs import check_served, run_figures
+from rosellm.bench.record import engine_facts, run_figures
 from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.cluster.runtime import import_ray
 from rosellm.errors import DeviceError

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.benchmark_scheduler import run_scheduler
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.figures.charts import ChartError
@@ -40,7 +40,7 @@ def test_the_two_ways_differ_in_the_prefill_alone() -> None:
 
 
 def run_of(job: Job) -> Callable[[], object]:
-    return partial(run_scheduler_benchmark, job, warmup_runs=0, repeat_runs=1)
+    return partial(run_scheduler, job)
 
 
 def test_joined_prompts_take_no_passes_of_their_own() -> None:
