@@ -25,7 +25,7 @@ from rosellm.lab.figures.charts import say, show, show_table, text_table
 from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.source import show_pair, show_source
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
+from rosellm.lab.records.bench import Bench, Run, compare, decode_tokens, get_model, make_prompts
 from rosellm.lab.records.experiments import equality
 from rosellm.lab.records.machines import find_machines, name_of
 from rosellm.lab.records.parameters import check_least_new, check_parameters
@@ -122,14 +122,17 @@ class Rung(RecordedPair):
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:
-        few = min(self.batch, 3), min(self.new_tokens, 8)
-        one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
-        if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
-            raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
-        pair = self.before, self.after
+        batch, new_tokens = min(self.batch, 3), min(self.new_tokens, 8)
+        gpt, pair = self.exact(), (self.before, self.after)
+        prompts = make_prompts(batch, self.prompt_lengths, gpt.config.vocab_size, seed=1)
+        one, two = (decode_tokens(gpt, rung, prompts, new_tokens, gate_from=1) for rung in pair)
+        if one != two:
+            logits = equality(gpt, list(pair), self.prompt_lengths, batch, new_tokens)[self.after]
+            if logits["smallest_gap_of_reference"] >= CLOSEST_CALL:
+                raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
         kinds = {choose_kernels("auto", LADDER[rung].launch, self.gpt.device).name for rung in pair}
-        same = "generate the same" if one["tokens_equal"] else "part at a near-tie of two logits within"
-        said = "fp32, here: {} and {} {} {} × {} tokens".format(*pair, same, *few)
+        same = "generate the same" if one == two else "part at a near-tie of two logits within"
+        said = "fp32, here: {} and {} {} {} × {} tokens".format(*pair, same, batch, new_tokens)
         return said + ON_TORCH * (kinds == {"torch"})
 
     def conclude(self, sentence: str, *claims: bool) -> None:
