@@ -11,12 +11,11 @@ from rosellm.cluster import router
 from rosellm.lab.records import arrivals, two_gpus
 from rosellm.lab.records.records import find
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale import fitting, plan, step_model
-from rosellm.lab.scale.cluster import Fleet
-from rosellm.lab.scale.simulation import simulated_run
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from tests.claims.reading import claim, number, prose, said
+
+simulated_run = load_exhibit("simulated_fleet").simulated_run
 
 # 33
 
@@ -180,12 +179,13 @@ def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
 # 37
 
 
-RUNS = fitting.read_runs(find())
+plan, plan_checks = load_exhibit("plan"), load_exhibit("plan_checks")
+RUNS = plan_checks.read_runs(find())
 LLAMA = next(run.cut for run in RUNS if run.model == "Llama-3.1-8B")
-STEPS = step_model.StepModel(LLAMA, fitting.fit(RUNS))
+STEPS = plan_checks.StepModel(LLAMA, plan_checks.fit(RUNS))
 LONG = plan.Traffic(long=(8000, 16000), long_share=0.03)
 LIMITS = plan.Limits(0.2, 0.05, lambda tokens: STEPS.prefill(1, tokens))
-FLEET = Fleet(8, STEPS, config=SchedulerConfig(prefill_chunk=1024))
+FLEET = plan.Fleet(8, STEPS, config=SchedulerConfig(prefill_chunk=1024))
 
 
 def test_prefills_and_steps_take_what_is_said():
@@ -207,8 +207,8 @@ def share(fleet, each_s, router, load=0.8, each=plan.EACH):
 def test_routers_keep_the_limits_for_the_shares_said(each_s):
     words = r"tokens keeps .* for (\d+) % .*requests for (\S+) %, .* nothing for (\S+) to (\S+) %: their"
     ways = ("fewest tokens", "fewest requests", "round robin", "at random")
-    claim("37", words, *(share(FLEET, each_s, way, each=2 * plan.EACH) for way in ways))
-    claim("37", r"keeps them for (\S+) % only", share(Fleet(8, STEPS), each_s, "fewest tokens"))
-    many = Fleet(64, STEPS, config=FLEET.config, report_s=0.2)
+    claim("37", words, *(share(FLEET, each_s, way) for way in ways))
+    claim("37", r"keeps them for (\S+) % only", share(plan.Fleet(8, STEPS), each_s, "fewest tokens"))
+    many = plan.Fleet(64, STEPS, config=FLEET.config, report_s=0.2)
     words = r"64 replicas keep the limits for (\d+) % of the requests at 90 %"
     claim("37", words, share(many, each_s, "by host", 0.9, each=10))

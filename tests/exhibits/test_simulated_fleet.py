@@ -12,8 +12,11 @@ from rosellm.bench.arrivals import Arrival, poisson_times
 from rosellm.cluster.router import Routed
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale.cluster import NEVER, Failures, Fleet, Outcome, simulate_cluster
-from rosellm.lab.scale.routers import ROUTERS, Dealer, fewest_tokens, in_turn
+from rosellm.roseinfer.exhibits import load_exhibit
+
+fleet, routers = load_exhibit("simulated_fleet"), load_exhibit("routers")
+NEVER, Failures, Fleet, simulate_cluster = fleet.NEVER, fleet.Failures, fleet.Fleet, fleet.simulate_cluster
+ROUTERS = routers.ROUTERS
 
 # A decode takes a second, a prefill a tenth of one for each token.
 PLAIN = ServingTimes(rows=(1,), decode_s=((1.0, 0.0, 0.0),), host_s=(0.0,), prefill_s=(0.0, 0.0, 0.1))
@@ -29,7 +32,7 @@ def poisson(n: int, rate: float, prompt: int = 10, new: int = 8) -> list[Arrival
     return [Arrival(time, prompt, new) for time in poisson_times(rate, n, seed=0)]
 
 
-def run(arrivals: list[Arrival], n: int = 3, times=UNEVEN, failures=NEVER, router="fewest tokens") -> Outcome:
+def run(arrivals: list[Arrival], n: int = 3, times=UNEVEN, failures=NEVER, router="fewest tokens"):
     return simulate_cluster(arrivals, Fleet(n, times, most=4, report_s=0.0), ROUTERS[router](), failures)
 
 
@@ -61,7 +64,7 @@ def test_every_request_is_answered_once_under_failures(arrivals, n, together, me
 def test_a_single_slot_with_equal_requests_waits_as_an_m_d_1_queue_does(load) -> None:
     """The mean wait is ρ s / 2 (1 − ρ) (Pollaczek and Khinchine)."""
     arrivals = poisson(40_000, rate=load, new=1)  # a prefill of 10 tokens: a second each
-    outcome = simulate_cluster(arrivals, Fleet(1, PLAIN, most=1), fewest_tokens())
+    outcome = simulate_cluster(arrivals, Fleet(1, PLAIN, most=1))
     wait = np.mean([one.first - one.arrival for one in outcome.requests]) - 1.0
     assert wait == pytest.approx(load / 2 / (1 - load), rel=0.1)
 
@@ -105,7 +108,7 @@ def test_groups_of_one_take_turns_and_a_lost_ones_requests_go_first() -> None:
 
 
 def test_a_host_whose_replicas_all_failed_hands_its_requests_to_another() -> None:
-    router = Dealer(2, in_turn())
+    router = routers.Dealer(2, routers.in_turn())
     for replica in range(4):
         router.add(replica)
     assert sorted(assigned(router, range(4))) == [(0, 0), (1, 2), (2, 1), (3, 3)]
@@ -126,9 +129,8 @@ def test_the_router_to_fewest_requests_ignores_their_lengths() -> None:
 
 
 def test_requests_that_run_already_are_not_prefilled_again() -> None:
-    fleet = Fleet(1, PLAIN, most=2)
     running = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 2), Arrival(0.0, 10, 2)]  # the last finds no slot
-    outcome = simulate_cluster([], fleet, fewest_tokens(), running=running)
+    outcome = simulate_cluster([], Fleet(1, PLAIN, most=2), running=running)
     assert [one.token_times for one in outcome.requests] == [[0.0, 2.0, 3.0], [0.0, 2.0], [2.0, 3.0]]
 
 

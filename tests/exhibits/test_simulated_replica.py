@@ -9,19 +9,18 @@ from hypothesis import given, strategies as st
 
 from rosellm.bench.arrivals import Arrival
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale.cluster import Fleet, simulate_cluster
-from rosellm.lab.scale.replica import Request
-from rosellm.lab.scale.routers import fewest_tokens
-from rosellm.lab.scale.simulation import simulated_run
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+simulated = load_exhibit("simulated_fleet")
 
 # A decode takes a second, a prefill a tenth of one for each token.
 PLAIN = ServingTimes(rows=(1,), decode_s=((1.0, 0.0, 0.0),), host_s=(0.0,), prefill_s=(0.0, 0.0, 0.1))
 
 
-def simulate(arrivals: list[Arrival], times: ServingTimes = PLAIN, rows: int = 8, **config) -> list[Request]:
-    fleet = Fleet(1, times, rows, SchedulerConfig(**config))
-    return simulate_cluster(arrivals, fleet, fewest_tokens()).requests
+def simulate(arrivals: list[Arrival], times: ServingTimes = PLAIN, rows: int = 8, **config) -> list:
+    fleet = simulated.Fleet(1, times, rows, SchedulerConfig(**config))
+    return simulated.simulate_cluster(arrivals, fleet).requests
 
 
 def token_times(*arrivals: tuple[float, int, int], **options) -> list[list[float]]:
@@ -91,7 +90,7 @@ def test_every_request_gets_its_tokens_in_order_after_it_came(
 def test_a_simulated_run_has_a_live_runs_figures() -> None:
     """Two requests at 0: first tokens at 1.0 and 4.0, the gaps 1.0 and 2.0 between."""
     arrivals = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 1)]
-    made = simulated_run(arrivals, PLAIN, max_batch_size=1, limits_s=(1.5, 3.0))
+    made = simulated.simulated_run(arrivals, PLAIN, max_batch_size=1, limits_s=(1.5, 3.0))
     assert made["ttft_p50_s"] == pytest.approx(2.5) and made["itl_mean_s"] == pytest.approx(1.5)
     assert made["total_time_s"] == pytest.approx(4.0) and made["total_throughput_tok_s"] == pytest.approx(1.0)
     assert made["within_limits_share"] == 0.5 and made["goodput_req_s"] == pytest.approx(0.25)
