@@ -63,20 +63,15 @@ def try_in_turns(before: Steps, after: Steps) -> Trial:
     for side in (before, after):
         mean_us(side)
     for _ in range(ATTEMPTS):
-        trial = _in_turns(before, after)
-        if not trial.is_disturbed:
+        old, new = zip(*[(mean_us(before), mean_us(after)) for _ in range(TURNS)], strict=True)
+        spread = max(old) / min(old)
+        if spread <= MOST_SPREAD:
             break
-    return trial
-
-
-def _in_turns(before: Steps, after: Steps) -> Trial:
-    turns = [(mean_us(before), mean_us(after)) for _ in range(TURNS)]
-    old, new = zip(*turns, strict=True)
     times_as_many = after.work.batch / before.work.batch
     ratios = [times_as_many * one / other for one in old for other in new]
     sign = (min(ratios) > 1) - (max(ratios) < 1)
     ratio = times_as_many * median(old) / median(new)
-    return Trial(after.name, median(old), median(new), ratio, sign, spread=max(old) / min(old))
+    return Trial(after.name, median(old), median(new), ratio, sign, spread)
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:

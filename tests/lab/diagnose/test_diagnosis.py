@@ -18,9 +18,9 @@ from rosellm.lab.diagnose.steps import (
     Loop,
     SubjectError,
     TransformersSteps,
+    load_transformers,
     multiplied_parameters,
 )
-from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
 from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
@@ -135,7 +135,7 @@ def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
 @pytest.mark.parametrize(("kind", "n"), [(EngineSteps, 4), (TransformersSteps, 5), (Loop, 3)])
 def test_what_is_not_determined_has_a_next_step(kind, n):
     planted = profile(stretched=1.6, work=replace(WORK, kv_bytes=None), rows=shares(0.9))
-    told = diagnosis._undetermined(object.__new__(kind), planted, (), None)
+    told = list(diagnosis._undetermined(object.__new__(kind), planted, (), None))
     next_step = "; (a larger|compile|exchange|give|run|save) "
     assert len(told) == n and all(re.search(next_step, one) for one in told)
     assert "GEMM most of it" in told[0] and "1.60 times as long" in told[1] and "kv_bytes" in told[2]
