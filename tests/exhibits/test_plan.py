@@ -10,9 +10,7 @@ from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.roseinfer.exhibits import load_exhibit
 
 plan = load_exhibit("plan")
-Limits, Traffic, capacity, in_flight, serve = (
-    plan.Limits, plan.Traffic, plan.capacity, plan.in_flight, plan.serve,
-)  # fmt: skip
+Limits, Traffic, capacity, serve = plan.Limits, plan.Traffic, plan.capacity, plan.serve
 
 # A step of 10 ms, whatever it is given; prefills take nothing.
 STEADY = ServingTimes((1,), ((0.01, 0.0, 0.0),), (0.0,), (0.0, 0.0, 0.0))
@@ -59,8 +57,8 @@ def test_capacity_is_places_over_the_time_that_a_request_holds_one() -> None:
 
 
 def test_requests_in_flight_follow_littles_law() -> None:
-    assert in_flight(FLEET.of(1), TRAFFIC, rate=20.0) == pytest.approx(20 * 0.195, abs=1)
-    assert in_flight(FLEET.of(1), TRAFFIC, rate=1000.0) == 8
+    assert plan.in_flight(FLEET.of(1), TRAFFIC, rate=20.0) == pytest.approx(20 * 0.195, abs=1)
+    assert plan.in_flight(FLEET.of(1), TRAFFIC, rate=1000.0) == 8
 
 
 def test_two_requests_have_no_later_half_and_three_have() -> None:

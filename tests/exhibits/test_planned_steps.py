@@ -20,14 +20,6 @@ ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0)
 ONLY_ATTENTION = Achieved((0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("rows, context", [(1, 500), (256, 4000)])
-def test_a_step_is_its_floors_times_what_is_achieved_of_them(rows, context) -> None:
-    terms = LLAMA.decode(rows, context)
-    assert len(terms) == len(steps.DECODE_TERMS) and len(LLAMA.prefill(2, 100)) == len(steps.PREFILL_TERMS)
-    us = sum(a * b for a, b in zip(ACHIEVED.decode, terms, strict=True))
-    assert StepModel(LLAMA, ACHIEVED).decode(rows, rows * context) == pytest.approx(us / 1e6)
-
-
 def test_weights_are_read_at_the_ceiling_and_shared_by_all_rows() -> None:
     _, one, several, *_ = LLAMA.decode(1, 0)
     arch = LLAMA.whole

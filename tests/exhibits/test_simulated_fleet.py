@@ -96,17 +96,6 @@ def assigned(router, numbers: range, n_new: int = 1) -> list[tuple[int, int]]:
     return router.assign()
 
 
-def test_groups_of_one_take_turns_and_a_lost_ones_requests_go_first() -> None:
-    router = ROUTERS["round robin"]()
-    for replica in range(3):
-        router.add(replica)
-    assert [replica for replica, _ in sorted(assigned(router, range(5)), key=lambda one: one[1])] == [
-        0, 1, 2, 0, 1,
-    ]  # fmt: skip
-    assert router.lose(1) == [1, 4]
-    assert {number for _, number in assigned(router, range(5, 6))} == {1, 4, 5}
-
-
 def test_a_host_whose_replicas_all_failed_hands_its_requests_to_another() -> None:
     router = routers.Dealer(2, routers.in_turn())
     for replica in range(4):
@@ -132,10 +121,3 @@ def test_requests_that_run_already_are_not_prefilled_again() -> None:
     running = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 2), Arrival(0.0, 10, 2)]  # the last finds no slot
     outcome = simulate_cluster([], Fleet(1, PLAIN, most=2), running=running)
     assert [one.token_times for one in outcome.requests] == [[0.0, 2.0, 3.0], [0.0, 2.0], [2.0, 3.0]]
-
-
-def test_an_outcome_of_no_requests_is_refused() -> None:
-    outcome = run([Arrival(0.0, 5, 3), Arrival(2.5, 5, 3)])
-    assert [one.arrival for one in outcome.since(0.0).requests] == [2.5]
-    with pytest.raises(RoseError, match=r"no request came after 2.5 s"):
-        outcome.since(2.5)
