@@ -20,14 +20,9 @@ def pool(steps: int = 12, **changes) -> Chart:
     """Two requests of which the younger is preempted twice at step 3, beside two cached blocks."""
     requests = {"1": [2] * steps, "2": [2, 2, 3] + [0] * (steps - 3)}
     marks = {"preempted": [(3, "request 2"), (3, "request 3")], "evicted": [], "finished": [(9, "1")]}
-    figures = {
-        "requests": requests,
-        "n_blocks": 8,
-        "marks": marks,
-        "cached": [2] * steps,
-        "lost": [0] * steps,
-    }
-    return pool_over_time(**(figures | changes), title="Who holds the blocks?")
+    rest = {"n_blocks": 8, "cached": [2] * steps, "lost": [0] * steps}
+    figures = {"requests": requests, "marks": marks} | rest | changes
+    return pool_over_time(**figures, title="Who holds the blocks?")
 
 
 def test_a_pool_is_stacked_from_the_oldest_request_to_the_prefix_cache():

@@ -26,7 +26,7 @@ from rosellm.models.weights import save_model
 from rosellm.roseinfer.recipe import best_rung
 from rosellm.roseinfer.rung import Rung
 
-STEPS = 8  # per timed run
+STEPS = 6  # per timed run
 ROOM = 3 * STEPS  # new tokens per sequence for all runs after one ``prepare()``
 MOST_BATCH, MOST_CONTEXT = 4096, 2**20
 

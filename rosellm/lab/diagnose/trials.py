@@ -19,7 +19,7 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
-TURNS, ATTEMPTS = 4, 3
+TURNS, ATTEMPTS = 3, 3
 MOST_SPREAD = 2.0  # longest over shortest turn; beyond it, something else keeps the machine busy
 WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
 MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype

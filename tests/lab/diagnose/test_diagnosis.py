@@ -148,7 +148,7 @@ def test_sizes_out_of_range_and_what_cannot_be_diagnosed_are_refused():
         (tiny, {"batch": True}, SubjectError, "batch is True"),
         (tiny, {"batch": 10**30}, SubjectError, "it must be a whole number from 1 to 4096"),
         (tiny, {"context": 1.5}, SubjectError, "context is 1.5"),
-        (tiny, {"context": 489}, PromptError, "use a context of at most 488"),
+        (tiny, {"context": 495}, PromptError, "use a context of at most 494"),
         ("a string", {}, SubjectError, "str cannot be diagnosed; give an LLM, an Engine"),
     ):
         with pytest.raises(error, match=re.escape(told)):
