@@ -37,7 +37,7 @@ from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
 GROUPED_MODEL = SHIPPED_MODELS[1]  # six query and two KV heads, rotary embeddings, SwiGLU
 EFFORT: dict[str, dict[str, Any]] = {
-    "cpu": {"engines": 1, "seconds": 0.0, "turns": 3},
+    "cpu": {"engines": 1, "seconds": 0.0, "turns": 2},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.lab.records import step_time
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.trying import try_rung as module
@@ -29,7 +30,8 @@ def my_norm(**operands):
 @pytest.fixture(scope="module")
 def tried():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.01, "turns": 1})
+        patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.0, "turns": 1})
+        patch.setattr(step_time, "STRETCH", 4)
         rung = try_rung("tried_one", base="dependent_launch", add_norm=my_norm, **SMALL)
         assert rung.step_times
     return rung
