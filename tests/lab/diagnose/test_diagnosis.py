@@ -23,7 +23,7 @@ from rosellm.lab.diagnose.steps import (
 )
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
-from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import FAMILIES, random_model, random_prompts, small_config, uncached_logits
 from tests.lab.diagnose.planted import WORK, profile, shares
 
 
@@ -182,11 +182,3 @@ def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch
     monkeypatch.setattr(torch, "zeros", lambda n, device: torch.ones(n))
     with pytest.raises(DeviceError, match="less than 2.5 GiB of free memory"):
         find_ceilings(torch.device("cuda"), torch.float16, 1e6)
-
-
-@pytest.mark.slow
-def test_ceilings_are_positive_and_read_as_many_bytes_as_a_step():
-    found = find_ceilings(CPU, torch.bfloat16, 5e6)
-    assert found.read_size == 5_000_000
-    assert min(found.read_bytes_per_us, found.copy_bytes_per_us, found.flops_per_us, found.call_us) > 0
-    assert find_ceilings(CPU, torch.float32, 8).read_size == 2**20
