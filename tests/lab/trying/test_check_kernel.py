@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import given, strategies as st
 
 from rosellm.lab.trying import makers
-from rosellm.lab.trying.case import GPT2, GROUPED, cases
+from rosellm.lab.trying.case import GPT2, GROUPED, ODD, cases
 from rosellm.lab.trying.check_kernel import NAMES, check_kernel, faults_of, launches
 from rosellm.lab.trying.guarded_memory import Draw
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -52,6 +52,16 @@ def test_every_kernel_of_the_package_passes(name, device):
     verdict = check_kernel(name, getattr(TRITON, name), device=device, n_random=2)
     assert verdict.passed, str(verdict)
     assert not verdict.interpreted and verdict.launched
+
+
+def test_one_wrong_element_of_a_result_is_told_with_its_place():
+    def wrong(*, x):
+        result = TORCH.silu_mul(x=x)
+        result[-1, -1] += 1
+        return result
+
+    told = faults_of("silu_mul", wrong, ODD, 0, CPU)
+    assert len(told) == 1 and told[0].startswith("the result[4, 36]: ") and "1 of 185 elements" in told[0]
 
 
 def test_inputs_are_new_each_time_and_the_same_for_the_same_seed():
