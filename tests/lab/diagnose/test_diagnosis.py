@@ -23,7 +23,7 @@ from rosellm.lab.diagnose.steps import (
 )
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
-from tests.helpers import FAMILIES, random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import FAMILIES, random_model, random_prompts, small_config, small_engine, uncached_logits
 from tests.lab.diagnose.planted import WORK, profile, shares
 
 
@@ -120,9 +120,9 @@ def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
 
 
 def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
-    llm = LLM(rung="split_kv", deterministic=True, max_batch_size=2)
-    steps = steps_of(llm, 2, 20)
-    assert isinstance(steps, EngineSteps) and steps.recipe == llm.engine.recipe
+    engine = small_engine(random_model(0), recipe="split_kv", deterministic=True)
+    steps = steps_of(engine, 2, 8)
+    assert isinstance(steps, EngineSteps) and steps.recipe == engine.recipe
     assert steps.name == "a recipe of your own"
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_determined_has_a_next_step(kind, n):
 
 
 def test_sizes_out_of_range_and_what_cannot_be_diagnosed_are_refused():
-    tiny = LLM(max_batch_size=1)
+    tiny = LLM(rung="dense", max_batch_size=1)
     for subject, sizes, error, told in (
         (tiny, {"batch": 0}, SubjectError, "batch is 0; it must be a whole number from 1 to 4096"),
         (tiny, {"batch": True}, SubjectError, "batch is True"),
