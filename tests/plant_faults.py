@@ -117,7 +117,7 @@ FAULTS = (
           "lengths[0] = case.cached", "lengths[0] = 72"),
     Fault("diagnose", "rules.py", "test_rules.py",
           "1 / (1 - min(share", "1 / (1 + min(share"),
-    Fault("fleet", "scale/plan.py", "test_plan.py",
+    Fault("fleet", "exhibits/plan.py", "exhibits/test_plan.py",
           "/ (ends[n - fleet.most - 1]", "/ (ends[n - 1]"),
     Fault("llama", "families/llama.py", "test_families.py",
           'Norm("rms", 1e-6)', 'Norm("rms", 1e-5)'),
@@ -158,7 +158,7 @@ FAULTS = (
 # fmt: on
 
 ROOMS = {  # each has a fault in it
-    *(f"lab/{room}" for room in ("diagnose", "figures", "records", "running", "scale", "trying")),
+    *(f"lab/{room}" for room in ("diagnose", "figures", "records", "running", "trying")),
     *("models", "models/families", "rosetrainer", "assets/pages"),
     *("roseinfer", *(f"roseinfer/{room}" for room in ("cache", "kernels", "layers", "ranks", "serving"))),
     *("roseinfer/steps", "bench", "cluster", "ladder"),

@@ -114,7 +114,7 @@ LAB = [
         diagnose.main,
         "--device cpu",
         (f"--batch {NINES}", "too large; use at most 4096"),
-        ("--context 489", "512 positions; use a context of at most 488"),
+        ("--context 495", "512 positions; use a context of at most 494"),
         ("--rung paged --transformers", "which --transformers does not run; give only one of them"),
         ("--model gpt5 --transformers", "use 'rose-tiny', a local folder"),
         slow=True,

@@ -80,9 +80,7 @@ def sweep(given: argparse.Namespace) -> None:
                 write_record(jobs[name].path, finished.value)
     for name, error in failed.items():
         print(f"FAILED {name}: {error}", file=sys.stderr)
-    if interruption.number is not None:
-        print(interruption.told(ended, left), file=sys.stderr)
-        raise SystemExit(interruption.exit_code)
+    interruption.exit_unless_done(ended, list(left))
     if failed:
         raise RoseError(f"{len(failed)} of {len(jobs)} records are missing; the same command continues there")
 

@@ -10,12 +10,11 @@ from rosellm.cluster import router
 from rosellm.lab.records import arrivals, two_gpus
 from rosellm.lab.records.records import find
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale import fitting, plan, step_model
-from rosellm.lab.scale.cluster import Fleet
-from rosellm.lab.scale.simulation import simulated_run
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from tests.claims.reading import claim, number, prose, said, table_row
+
+simulated_run = load_exhibit("simulated_fleet").simulated_run
 
 # 33
 
@@ -179,9 +178,10 @@ def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
 # 37
 
 
-RUNS = fitting.read_runs(find())
+plan, plan_checks = load_exhibit("plan"), load_exhibit("plan_checks")
+RUNS = plan_checks.read_runs(find())
 LLAMA = next(run.cut for run in RUNS if run.model == "Llama-3.1-8B")
-STEPS = step_model.StepModel(LLAMA, fitting.fit(RUNS))
+STEPS = plan_checks.StepModel(LLAMA, plan_checks.fit(RUNS))
 
 
 def test_prefills_and_steps_take_what_is_said():
@@ -204,7 +204,7 @@ def test_64_replicas_keep_the_limits_for_the_share_said():
     """nbval does not compare the output of the cell that simulates them."""
     long = plan.Traffic(long=(8000, 16000), long_share=0.03)
     limits = plan.Limits(0.2, 0.05, lambda tokens: STEPS.prefill(1, tokens))
-    one = Fleet(1, STEPS, config=SchedulerConfig(prefill_chunk=1024))
+    one = plan.Fleet(1, STEPS, config=SchedulerConfig(prefill_chunk=1024))
     rate = 0.9 * plan.capacity(one, long)
     served = plan.serve(replace(one, n=64, report_s=0.2), long, rate, "by host", 10)
     words = r"64 replicas keep the limits for (\d+) % of the requests at 90 %"

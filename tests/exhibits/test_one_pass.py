@@ -52,7 +52,7 @@ def serve(engine: Engine, requests: list, seed: int, **config) -> tuple[list, li
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("graphs", [True, False])
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**9))
 def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(request, rung, graphs, seed):
     if graphs:

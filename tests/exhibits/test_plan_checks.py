@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 
 from rosellm.lab.records.records import find
-from rosellm.lab.scale.fitting import KINDS, Run, read_runs
 from rosellm.roseinfer.exhibits import load_exhibit
 
 plan_checks = load_exhibit("plan_checks")
+KNOWN = plan_checks.Achieved((11.0, 1.05, 0.2, 1.15, 4.0), (38.0, 1.1, 0.1, 1.6, 1.4, 12.0), 190.0)
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[Run]:
-    return read_runs(find())
+def recorded() -> list:
+    return plan_checks.read_runs(find())
 
 
 def test_each_recorded_run_is_checked_and_has_a_row_with_its_errors(recorded) -> None:
     checks = plan_checks.check(recorded)
-    assert {one.what for one in checks if one.workload == "D64"} == set(KINDS)
+    assert {one.what for one in checks if one.workload == "D64"} == set(plan_checks.KINDS)
     assert {one.what for one in checks if one.workload == "PRE"} == {"prefill", "whole run"}
     assert plan_checks.worst(checks, "decode step") <= 0.10 and plan_checks.worst(checks, "whole run") <= 0.10
     rows = plan_checks.run_rows(checks)
@@ -40,3 +40,10 @@ def test_a_model_that_was_not_fitted_is_planned_without_its_own_records(recorded
     )
     assert [one.other for one in before] == [one.other for one in after]
     assert [one.planned for one in before] != [one.planned for one in after]
+
+
+def test_known_coefficients_are_found_again(recorded) -> None:
+    assert next(run for run in recorded if run.workload == "L32K").requests[0].prompt_tokens == 32000
+    found = plan_checks.fit(replace(run, measured_us=run.planned_us(KNOWN)) for run in recorded)
+    assert found.decode == pytest.approx(KNOWN.decode) and found.prefill == pytest.approx(KNOWN.prefill)
+    assert found.host_us == pytest.approx(KNOWN.host_us)

@@ -18,14 +18,11 @@ pool_over_time = load_exhibit("pool").pool_over_time
 
 def pool(steps: int = 12, **changes) -> Chart:
     """Two requests of which the younger is preempted twice at step 3, beside two cached blocks."""
-    figures = {
-        "requests": {"1": [2] * steps, "2": [2, 2, 3] + [0] * (steps - 3)},
-        "n_blocks": 8,
-        "marks": {"preempted": [(3, "request 2"), (3, "request 3")], "evicted": [], "finished": [(9, "1")]},
-        "cached": [2] * steps,
-        "lost": [0] * steps,
-    }
-    return pool_over_time(**(figures | changes), title="Who holds the blocks?")
+    requests = {"1": [2] * steps, "2": [2, 2, 3] + [0] * (steps - 3)}
+    marks = {"preempted": [(3, "request 2"), (3, "request 3")], "evicted": [], "finished": [(9, "1")]}
+    rest = {"n_blocks": 8, "cached": [2] * steps, "lost": [0] * steps}
+    figures = {"requests": requests, "marks": marks} | rest | changes
+    return pool_over_time(**figures, title="Who holds the blocks?")
 
 
 def test_a_pool_is_stacked_from_the_oldest_request_to_the_prefix_cache():
@@ -44,10 +41,6 @@ def test_what_happens_to_a_pool_is_marked_above_it_and_counted_where_it_happens_
     assert (marks["preempted"].x, marks["preempted"].text) == ((3,), ("2",))
     assert all(y > 8 for one in marks.values() for y in one.y)
     assert len({(one.marker.symbol, one.y[0]) for one in marks.values()}) == 2
-
-
-def test_blocks_that_nobody_holds_are_drawn_as_such():
-    assert [one.name for one in pool(lost=[1] * 12).data if one.stackgroup][-1] == "nobody"
 
 
 def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():

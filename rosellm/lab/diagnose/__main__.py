@@ -13,9 +13,8 @@ from argparse import Namespace
 from rosellm.bench.options import add_device_options, count
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError
+from rosellm.lab.diagnose import steps
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose
-from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, Steps, TransformersSteps
-from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts
 from rosellm.roseinfer.recipe import LADDER, get_rung
@@ -31,8 +30,8 @@ def parser() -> OneLineParser:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
     add("--rung", metavar="NAME", help=f"default: the device's best; of {', '.join(LADDER)}")
     add("--transformers", action="store_true", help="diagnose transformers' generate instead")
-    add("--batch", **count(8, high=MOST_BATCH), help="sequences in the batch")
-    add("--context", **count(256, high=MOST_CONTEXT), help="cached tokens per sequence")
+    add("--batch", **count(8, high=steps.MOST_BATCH), help="sequences in the batch")
+    add("--context", **count(256, high=steps.MOST_CONTEXT), help="cached tokens per sequence")
     add_device_options(made)
     return made
 
@@ -48,13 +47,14 @@ def run(options: Namespace) -> Diagnosis:
         )
     model, _ = load_parts(options.model, options.device, options.dtype, options.load_format)
     sizes = options.batch, options.context
-    steps: Steps
+    subject: steps.Steps
     if options.transformers:
-        steps = TransformersSteps(load_transformers(options.model, options.load_format, model), *sizes)
+        theirs = steps.load_transformers(options.model, options.load_format, model)
+        subject = steps.TransformersSteps(theirs, *sizes)
     else:
-        steps = EngineSteps(model, get_rung(options.rung, model.device), *sizes)
-    steps.name = f"{options.model}, {steps.name}"
-    return diagnose(steps, ours=lambda: model, progress=_tell)
+        subject = steps.EngineSteps(model, get_rung(options.rung, model.device), *sizes)
+    subject.name = f"{options.model}, {subject.name}"
+    return diagnose(subject, ours=lambda: model, progress=_tell)
 
 
 def _tell(stage: str) -> None:

@@ -17,6 +17,7 @@ from rosellm.lab.records.records import number
 LEAST_BYTES = 2**20
 CPU_MATRIX = 1024  # rows and columns
 MOST_CPU, MOST_GPU = 90, 5  # % of the time that other programs may run
+CPU_SAMPLE_S = 0.5
 LOOKS, EVERY_S, SAMPLE_S = 8, 0.25, 1.0  # the driver's samples last up to a second
 
 
@@ -81,7 +82,7 @@ def _least_us(statement: str, **operands: torch.Tensor) -> float:
 
 def other_load(device: torch.device) -> str:
     """Describe other programs' load on the CPU or the GPU while this one waits; "" if there is little."""
-    if (busy := psutil.cpu_percent(interval=SAMPLE_S)) > MOST_CPU:
+    if (busy := psutil.cpu_percent(interval=CPU_SAMPLE_S)) > MOST_CPU:
         return f"other programs keep its {psutil.cpu_count()} cores busy {busy:.0f} % of the time"
     if device.type != "cuda":
         return ""

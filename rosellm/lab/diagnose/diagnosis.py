@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
 
 from rosellm import LLM
@@ -25,32 +25,22 @@ from rosellm.roseinfer.recipe import LADDER
 ROUGH = 1.5  # slowdown under the profiler from which a step's shares are rough
 EXPLAINED = 0.5  # share of a step
 MOST_CHARACTERS = 100  # a line
-OPEN = {
-    "unexplained": "why {share} of the step, {most} most of it, stays below the ceilings; exchange what does "
-    "{most} in a Loop of your own and run both with try_in_turns",
-    "rough": "exact shares: under the profiler a step took {stretched} times as long; a larger batch or "
-    "context has longer operators, which it stretches less",
-    "keys": "the bytes of keys and values, which the floor leaves out; give the loop its kv_bytes",
-    "elsewhere": "how this rung does elsewhere: on a CPU its specification in plain torch runs; run this "
-    "there",
-    "compiled": "what torch.compile gives: it compiles for minutes, too long for a trial; compile the model "
-    "and diagnose a Loop over it",
-    "ours": "what this engine gives: the model was not loaded from a checkpoint; save it with "
-    "save_pretrained and load it from there",
-}
 Load = Callable[[], Transformer]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A step's figures, what bounds it, the remedies tried, and what is undetermined; prints as text."""
+    """A step's figures, what bounds it, the remedies tried, and what is undetermined; prints as text.
+
+    busy: why times on this machine cannot be trusted; "" if they can.
+    """
 
     profile: Profile
     findings: tuple[Finding, ...]
     trials: tuple[Trial, ...]
     undetermined: tuple[str, ...]
     device_name: str
-    busy: str = ""  # why times on this machine cannot be trusted
+    busy: str = ""
 
     @property
     def causes(self) -> list[str]:
@@ -70,7 +60,7 @@ class Diagnosis:
 
 
 def _folded(line: str) -> str:
-    return "\n".join(wrap(line, MOST_CHARACTERS, subsequent_indent="  ", break_long_words=False))
+    return fill(line, MOST_CHARACTERS, subsequent_indent="  ", break_long_words=False)
 
 
 def diagnose(
@@ -155,18 +145,31 @@ def _step_told(d: Diagnosis) -> list[str]:
     ]
 
 
-def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load | None) -> list[str]:
-    """List what remains open, each followed by "; " and how to find out."""
+def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load | None) -> Iterator[str]:
+    """Yield what remains open, each followed by "; " and how to find out."""
     unexplained = 1 - p.floor_us / p.step_us - sum(one.share for one in found if one.bound is not None)
-    most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share).cause
-    is_theirs = isinstance(steps, TransformersSteps)
-    is_open = {
-        "unexplained": unexplained > 1 - EXPLAINED,
-        "rough": p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH),
-        "keys": p.work.kv_bytes is None,
-        "elsewhere": isinstance(steps, EngineSteps) and not p.on_gpu,
-        "compiled": is_theirs,
-        "ours": is_theirs and ours is None,
-    }
-    figures = {"share": percent(unexplained), "most": most, "stretched": number(p.stretched)}
-    return [OPEN[name].format(**figures) for name, applies in is_open.items() if applies]
+    if unexplained > 1 - EXPLAINED:
+        most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share).cause
+        yield (
+            f"why {percent(unexplained)} of the step, {most} most of it, stays below the ceilings; exchange "
+            f"what does {most} in a Loop of your own and run both with try_in_turns"
+        )
+    if p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH):
+        yield (
+            f"exact shares: under the profiler a step took {number(p.stretched)} times as long; a larger "
+            "batch or context has longer operators, which it stretches less"
+        )
+    if p.work.kv_bytes is None:
+        yield "the bytes of keys and values, which the floor leaves out; give the loop its kv_bytes"
+    if isinstance(steps, EngineSteps) and not p.on_gpu:
+        yield "how this rung does elsewhere: on a CPU its specification in plain torch runs; run this there"
+    if isinstance(steps, TransformersSteps):
+        yield (
+            "what torch.compile gives: it compiles for minutes, too long for a trial; compile the model and "
+            "diagnose a Loop over it"
+        )
+        if ours is None:
+            yield (
+                "what this engine gives: the model was not loaded from a checkpoint; save it with "
+                "save_pretrained and load it from there"
+            )

@@ -23,7 +23,7 @@ COPYING = frozenset(
 )
 READING_BACK = frozenset(("item", "_local_scalar_dense"))
 REPEATS = 3
-TRACED = 5  # steps
+TRACED = 3  # steps
 AGAIN = 2.0  # times the necessary work from which work counts as repeated
 
 

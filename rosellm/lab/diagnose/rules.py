@@ -38,25 +38,6 @@ RULES = (
     Rule("compute", BOTH, "compute_share", 0.4),
 )
 CEILINGS = ("bandwidth", "compute")  # causes that nothing removes
-SENTENCES = {
-    "launch": "launch-bound: the GPU idles {idle} of a step while the host makes {calls} launches, each of "
-    "which takes it {call_us} µs or more",
-    "Python": "Python: in {idle} of a step no operator runs{slowest}",
-    "calls": "call-bound: a step calls {calls} operators; at {call_us} µs each, however small their tensors, "
-    "that is {called} of it: fewer and larger ones help",
-    "again": "computes the past again: {times} times the operations of one new token a sequence; a KV cache "
-    "keeps the rest",
-    "reread": "reads weights again: {products} products a step for {matrices} matrices; one forward for all "
-    "sequences reads them once",
-    "copies": "copies: operators that only move data take {copied} of a step, `{copying}` most of it; a step "
-    "makes {allocated} MB of new tensors{cached}: write and read in place",
-    "waits": "waits: {waits} times a step {waiting}, which takes {waited} of it",
-    "transfers": "transfers: in {transferred} of a step the GPU only copies; keep inputs on it",
-    "bandwidth": "bandwidth-bound: reads {read} of what this machine sustains, {read_mb} MB a step; what is "
-    "left is fewer bytes a token ({narrower}keys that heads share, a larger batch)",
-    "compute": "compute-bound: multiplies at {computed} of what this machine sustains in {dtype}; a larger "
-    "batch gives no more tokens a second",
-}
 
 
 @dataclass(frozen=True)
@@ -76,46 +57,48 @@ class Finding:
 
 def findings(p: Profile) -> tuple[Finding, ...]:
     """Return the findings for a step, largest share first."""
-    found, figures = [], _figures(p)
+    found, told = [], _sentences(p)
     for cause, on, attribute, least, cures in RULES:
         share = getattr(p, attribute)
         if p.on_gpu not in on or share < least:
             continue
         bound = None if cause in CEILINGS else 1 / (1 - min(share, 0.99))
         without = f". Without that: at most {number(bound)}×" if bound else ""
-        found.append(Finding(cause, share, SENTENCES[cause].format(**figures) + without, bound, cures))
+        found.append(Finding(cause, share, told[cause] + without, bound, cures))
     return tuple(sorted(found, key=lambda finding: -finding.share))
 
 
-def _figures(p: Profile) -> dict[str, str]:
-    """Return the figures in ``SENTENCES``, formatted."""
-    work = p.work
+def _sentences(p: Profile) -> dict[str, str]:
+    """Return for each cause how it shows in this profile."""
+    work, call_us = p.work, number(p.ceilings.call_us)
     functions = [function for function in p.functions if function.is_one]
     most = max(functions, key=lambda function: function.us, default=None)
+    slowest = f"; the function that takes most of the host's time is {most.name}" if most else ""
     cached = f", {number(work.kv_bytes / 1e6)} MB of keys and values are cached" if work.kv_bytes else ""
-    pageable = "the host waits for the GPU (`.item()`, copies to or from pageable memory)"
+    waiting = "the host waits for the GPU (`.item()`, copies to or from pageable memory)"
+    narrower = "16-bit weights, " if work.dtype.itemsize > 2 else ""
     return {
-        "idle": percent(p.idle_share),
-        "slowest": f"; the function that takes most of the host's time is {most.name}" if most else "",
-        "calls": number(p.calls),
-        "call_us": number(p.ceilings.call_us),
-        "called": percent(p.calls_share),
-        "times": number(p.times_computed),
-        "products": number(p.products),
-        "matrices": str(work.n_matrices),
-        "copied": percent(p.copied_share),
-        "copying": p.copying,
-        "allocated": number(p.allocated / 1e6),
-        "cached": cached,
-        "waits": number(p.waits),
-        "waiting": pageable if p.on_gpu else "`.item()` reads a number",
-        "waited": percent(p.waits_share),
-        "transferred": percent(p.transfer_share),
-        "read": percent(min(p.read_us / p.step_us, 1)),
-        "read_mb": number(work.read_bytes / 1e6),
-        "narrower": "16-bit weights, " if work.dtype.itemsize > 2 else "",
-        "computed": percent(min(p.compute_us / p.step_us, 1)),
-        "dtype": work.dtype_name,
+        "launch": f"launch-bound: the GPU idles {percent(p.idle_share)} of a step while the host makes "
+        f"{number(p.calls)} launches, each of which takes it {call_us} µs or more",
+        "Python": f"Python: in {percent(p.idle_share)} of a step no operator runs{slowest}",
+        "calls": f"call-bound: a step calls {number(p.calls)} operators; at {call_us} µs each, however small "
+        f"their tensors, that is {percent(p.calls_share)} of it: fewer and larger ones help",
+        "again": f"computes the past again: {number(p.times_computed)} times the operations of one new token "
+        "a sequence; a KV cache keeps the rest",
+        "reread": f"reads weights again: {number(p.products)} products a step for {work.n_matrices} "
+        "matrices; one forward for all sequences reads them once",
+        "copies": f"copies: operators that only move data take {percent(p.copied_share)} of a step, "
+        f"`{p.copying}` most of it; a step makes {number(p.allocated / 1e6)} MB of new tensors{cached}: "
+        "write and read in place",
+        "waits": f"waits: {number(p.waits)} times a step "
+        f"{waiting if p.on_gpu else '`.item()` reads a number'}, which takes {percent(p.waits_share)} of it",
+        "transfers": f"transfers: in {percent(p.transfer_share)} of a step the GPU only copies; keep inputs "
+        "on it",
+        "bandwidth": f"bandwidth-bound: reads {percent(min(p.read_us / p.step_us, 1))} of what this machine "
+        f"sustains, {number(work.read_bytes / 1e6)} MB a step; what is left is fewer bytes a token "
+        f"({narrower}keys that heads share, a larger batch)",
+        "compute": f"compute-bound: multiplies at {percent(min(p.compute_us / p.step_us, 1))} of what this "
+        f"machine sustains in {work.dtype_name}; a larger batch gives no more tokens a second",
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,15 +16,17 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from rosellm.errors import PromptError, RoseError, describe
+from rosellm.errors import CheckpointError, PromptError, RoseError, describe
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
 from rosellm.lab.records.trace import PROFILED_STEP
+from rosellm.models.checkpoint import checkpoint_folder
 from rosellm.models.model import Transformer
+from rosellm.models.weights import save_model
 from rosellm.roseinfer.recipe import best_rung
 from rosellm.roseinfer.rung import Rung
 
-STEPS = 8  # per timed run
+STEPS = 6  # per timed run
 ROOM = 3 * STEPS  # new tokens per sequence for all runs after one ``prepare()``
 MOST_BATCH, MOST_CONTEXT = 4096, 2**20
 
@@ -248,3 +252,23 @@ def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
     others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
     read = {p for m in others for p in m.parameters(recurse=False)}
     return sum(p.numel() for p in read), sum(p.dim() > 1 for p in read)
+
+
+def load_transformers(name: str, load_format: str, ours: Transformer) -> Any:
+    """Load the same checkpoint as a transformers model, on the device and in the dtype of ``ours``.
+
+    Dummy weights are copied from ``ours``. Raises ``CheckpointError`` if transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) if load_format == "dummy" else checkpoint_folder(name)
+        if load_format == "dummy":
+            save_model(ours, folder, ours.dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"transformers cannot load {name!r}: {error}") from error
+        return model.to(ours.device)

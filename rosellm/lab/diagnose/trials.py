@@ -19,7 +19,7 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
-TURNS, ATTEMPTS = 4, 3
+TURNS, ATTEMPTS = 3, 3
 MOST_SPREAD = 2.0  # longest over shortest turn; beyond it, something else keeps the machine busy
 WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
 MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype
@@ -63,20 +63,15 @@ def try_in_turns(before: Steps, after: Steps) -> Trial:
     for side in (before, after):
         mean_us(side)
     for _ in range(ATTEMPTS):
-        trial = _in_turns(before, after)
-        if not trial.is_disturbed:
+        old, new = zip(*[(mean_us(before), mean_us(after)) for _ in range(TURNS)], strict=True)
+        spread = max(old) / min(old)
+        if spread <= MOST_SPREAD:
             break
-    return trial
-
-
-def _in_turns(before: Steps, after: Steps) -> Trial:
-    turns = [(mean_us(before), mean_us(after)) for _ in range(TURNS)]
-    old, new = zip(*turns, strict=True)
     times_as_many = after.work.batch / before.work.batch
     ratios = [times_as_many * one / other for one in old for other in new]
     sign = (min(ratios) > 1) - (max(ratios) < 1)
     ratio = times_as_many * median(old) / median(new)
-    return Trial(after.name, median(old), median(new), ratio, sign, spread=max(old) / min(old))
+    return Trial(after.name, median(old), median(new), ratio, sign, spread)
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:

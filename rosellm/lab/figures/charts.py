@@ -151,18 +151,10 @@ def show(figure: go.Figure, table: str | None = None) -> None:
 
 def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
     """Return what :func:`show` displays, by MIME type; floats are rounded to five significant digits."""
-    drawn = _rounded(json.loads(figure.to_json()))
+    drawn = json.loads(figure.to_json(), parse_float=lambda digits: float(f"{float(digits):.5g}"))
     drawn["config"] = {"displayModeBar": False}
     text = table if table is not None else getattr(figure, "table", "")
     return {PLOTLY: drawn, "text/plain": text or figure.layout.title.text or "a figure"}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:

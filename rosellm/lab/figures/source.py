@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import textwrap
 from collections.abc import Sequence
@@ -28,7 +27,8 @@ def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
     ``only`` names the class members to show. Line numbers are omitted: nbval compares the output, which must
     not change with edits further up in the file.
     """
-    blocks = [f"{_heading(one)}\n```python\n{source_of(one, only)}\n```" for one in objects]
+    sources = [source_of(one, only) for one in objects]
+    blocks = (f"{_heading(one)}\n```python\n{own}\n```" for one, own in zip(objects, sources, strict=True))
     display(Markdown("\n\n".join(blocks)))
 
 
@@ -60,35 +60,17 @@ def source_of(one: Any, only: Sequence[str] = ()) -> str:
 
 
 def _members(cls: type, only: Sequence[str]) -> str:
-    """Return a class's decorators and ``class`` line, dots for omitted members, and the named members."""
-    lines = source_of(cls).splitlines()
-    tree = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
-    spans = {name: _span(node) for node in tree.body for name in _names(node)}
-    if missing := [name for name in only if name not in spans]:
-        raise SourceError(f"{cls.__name__} does not define {missing[0]}: there are {', '.join(spans)}")
-    head = lines[: _span(tree.body[0])[0]]
-    return "\n\n".join(
-        ["\n".join([*head, "    ..."]), *("\n".join(lines[slice(*spans[name])]) for name in only)]
-    )
-
-
-def _names(node: ast.stmt) -> list[str]:
-    """Return the names that a statement in a class body defines: a method, or attributes."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _span(node: ast.stmt) -> tuple[int, int]:
-    """Return the line range of a statement with its decorators, as slice bounds."""
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-    return first - 1, node.end_lineno or first
+    """Return a class's decorators and ``class`` line, dots for omitted members, and the named methods."""
+    if missing := [name for name in only if name not in vars(cls)]:
+        there = ", ".join(name for name in vars(cls) if not name.startswith("__"))
+        raise SourceError(f"{cls.__name__} does not define {missing[0]}: there are {there}")
+    head = source_of(cls).partition(":\n")[0] + ":\n    ..."
+    return "\n\n".join([head, *(textwrap.indent(source_of(vars(cls)[name]), "    ") for name in only)])
 
 
 def _unwrapped(one: Any) -> Any:
     """Return the Python function inside a Triton kernel, autotuner, property, class or static method."""
-    for name in ("fn", "fget", "__func__"):
+    for name in ("fn", "fget", "func", "__func__"):
         inner = getattr(one, name, None)
         if inner is not None and not inspect.isclass(one):
             return _unwrapped(inner)
@@ -106,10 +88,7 @@ def _heading(one: Any) -> str:
 
 def _file(one: Any) -> str:
     """Return the file relative to the checkout, or with its folder; "this notebook" if defined there."""
-    try:
-        path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
-    except TypeError:
-        raise SourceError(f"{_name(one)} has no Python source to show") from None
+    path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
     if path.is_relative_to(CHECKOUT / "rosellm"):
         return path.relative_to(CHECKOUT).as_posix()
     return "/".join(path.parts[-2:]) if path.is_file() else "this notebook"

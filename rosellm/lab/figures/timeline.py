@@ -64,6 +64,11 @@ class _Row(NamedTuple):
         """The µs during which at least one event runs."""
         return sum(one.busy for one in self.rectangles)
 
+    @property
+    def share(self) -> float:
+        """The share of its panel in which it is busy."""
+        return self.busy / self.span
+
 
 def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
     """Draw traces of decode steps by name, one above the other on a common axis in µs; drag to zoom.
@@ -87,14 +92,10 @@ def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
     chart = _drawn(rows)
     events = sum(len(row.lane.events) for row in rows)
     said = f"{events:,} events in {drawn:,} rectangles: within {number(sight)} µs they may share one"
-    table = text_table(
-        ["", "lane", "events", "rectangles", "busy µs", "busy %"],
-        [
-            (row.panel, row.lane.name, len(row.lane.events), len(row.rectangles), row.busy, _share(row) * 100)
-            for row in rows
-        ],
-    )
-    chart.table = f"{table}\n{said}"
+    headers = ["", "lane", "events", "rectangles", "busy µs", "busy %"]
+    counted = ((row, len(row.lane.events), len(row.rectangles)) for row in rows)
+    told = [(row.panel, row.lane.name, *numbers, row.busy, row.share * 100) for row, *numbers in counted]
+    chart.table = f"{text_table(headers, told)}\n{said}"
     chart.update_xaxes(range=[-span * 0.005, span * 1.005], tickformat=",.6~g")
     chart.update_xaxes(title={"text": f"µs ({said})", "font_size": 11})
     body = LANE_PIXELS * (rows[-1].y + 1)
@@ -190,13 +191,9 @@ def _drawn(rows: list[_Row]) -> Chart:
         text = f"<b>{row.panel}</b>, {number(row.span)} µs"
         style = {"font": {"size": 12, "color": TEXT}, "showarrow": False}
         chart.add_annotation(x=0, xref="paper", xanchor="left", y=row.y - 1, text=text, **style)
-    names = [row.lane.name + f", {_share(row):.0%} busy" * (row.lane.name in WORK) for row in rows]
+    names = [row.lane.name + f", {row.share:.0%} busy" * (row.lane.name in WORK) for row in rows]
     chart.update_yaxes(range=[rows[-1].y + 0.6, -0.6], tickvals=[row.y for row in rows], ticktext=names)
     return chart.update_yaxes(fixedrange=True, showgrid=False, ticks="", zeroline=False)
-
-
-def _share(row: _Row) -> float:
-    return row.busy / row.span
 
 
 def _add_bars(chart: Chart, label: str, bars: list[tuple[_Row, _Rectangle]]) -> None:

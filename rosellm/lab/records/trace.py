@@ -147,10 +147,9 @@ def record_trace(run: Callable[[], object]) -> Trace:
         path = Path(folder) / "trace.json"
         with profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=schedule(wait=0, warmup=1, active=1),
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             profile_memory=True,
-            acc_events=True,
         ) as profiler:
             for _ in range(2):
                 run()

@@ -23,10 +23,7 @@ YOURS = Act("Yours", "Notebooks of your own.", ())
 def outcomes_in(output: Path) -> dict[str, Outcome]:
     """Return name → the last outcome of every notebook in the gallery at ``output``."""
     names = [one.name for one in fields(Outcome)]
-    return {
-        name: Outcome(**{key: card[key] for key in names if key in card})
-        for name, card in _cards(output).items()
-    }
+    return {name: Outcome(**{key: card[key] for key in names}) for name, card in _cards(output).items()}
 
 
 def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,19 +31,20 @@ class Interruption:
         for number in SIGNALS:
             signal.signal(number, self._note)
 
-    @property
-    def exit_code(self) -> int:
-        """Exit status by shell convention: 130 for SIGINT, 143 for SIGTERM."""
-        assert self.number is not None
-        return 128 + self.number
+    def exit_unless_done(self, done: Iterable[str], names: Sequence[str]) -> None:
+        """If a signal came before all of ``names`` were done, say which are, and exit.
 
-    def told(self, done: Iterable[str], names: Iterable[str]) -> str:
-        """Describe in one line which of ``names`` are done, and which are not."""
-        assert self.number is not None
-        done = list(done)
-        rest = [name for name in names if name not in done]
-        listed = [", ".join(some) or "none" for some in (done, rest)]
-        return f"interrupted by {self.number.name}: finished {listed[0]}; not finished {listed[1]}"
+        The status is the shell's: 130 for SIGINT, 143 for SIGTERM.
+        """
+        done = set(done)
+        if self.number is not None and not done.issuperset(names):
+            listed = [
+                ", ".join(name for name in names if (name in done) == is_done) or "none"
+                for is_done in (True, False)
+            ]
+            told = f"finished {listed[0]}; not finished {listed[1]}"
+            print(f"interrupted by {self.number.name}: {told}", file=sys.stderr)
+            raise SystemExit(128 + self.number)
 
     def _note(self, number: int, _frame: object) -> None:
         self.number = self.number or signal.Signals(number)

@@ -27,7 +27,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.running.execution import NotebookError, execute, run_here
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.run_notebooks import exit_if_interrupted, parsed
+from rosellm.lab.running.run_notebooks import parsed
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     given, notebooks = parsed(parser, argv)
     with Interruption() as interruption, nullcontext() if given.without_png else browser() as renderer:
         done = refresh(notebooks, renderer, given.timeout, interruption)
-    exit_if_interrupted(interruption, (path.stem for path in done), notebooks)
+    interruption.exit_unless_done((path.stem for path in done), [path.stem for path in notebooks])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -195,14 +195,6 @@ def parsed(parser: OneLineParser, argv: Sequence[str] | None) -> tuple[argparse.
     return given, select(given.notebooks, given.select)
 
 
-def exit_if_interrupted(interruption: Interruption, done: Iterable[str], notebooks: Sequence[Path]) -> None:
-    """Say what is done, and exit with the signal's status, if notebooks are missing from ``done``."""
-    names, done = [path.stem for path in notebooks], set(done)
-    if interruption.number is not None and done < set(names):
-        print(interruption.told([name for name in names if name in done], names), file=sys.stderr)
-        raise SystemExit(interruption.exit_code)
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
     """Run the command; exit with 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
@@ -215,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
         given, notebooks = parsed(parser, argv)
         parameters, limits = parse_parameters(given.parameters), (given.workers, given.timeout)
         outcomes = run(notebooks, given.output, parameters, *limits, interruption, given.cluster)
-    exit_if_interrupted(interruption, (one.name for one in outcomes), notebooks)
+    interruption.exit_unless_done((one.name for one in outcomes), [path.stem for path in notebooks])
     width = max(len(one.name) for one in outcomes)
     print(f"{'notebook':<{width}}  seconds  status")
     for one in outcomes:

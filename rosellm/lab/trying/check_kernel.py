@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from textwrap import wrap
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from rosellm.errors import RoseError, describe
 from rosellm.lab.trying import makers
-from rosellm.lab.trying.case import Case, cases
+from rosellm.lab.trying.case import ODD, USES, Case, cases
 from rosellm.lab.trying.guarded_memory import Allocations, Draw, fault, faulty
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.table import TORCH, Kernels
@@ -208,6 +208,14 @@ def _described(value: Any) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def triton_kernels(name: str, kernel: Callable[..., Any], device: torch.device) -> frozenset[str]:
+    """Return the names of the Triton kernels that ``kernel`` launches, whichever way it is used."""
+    with launches() as launched:
+        for option in range(USES):
+            faults_of(name, kernel, replace(ODD, option=option), 0, device)
+    return frozenset(launched)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.sampling import SamplingParams
 
 CLOSEST_CALL = 1e-3  # smallest gap of two fp32 logits that summation order cannot reverse
-NEW_TOKENS, BLOCK_SIZE = 6, 16
-UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross block boundaries
+NEW_TOKENS, BLOCK_SIZE = 4, 16
+UNEQUAL, EQUAL = [2, 14, 17], [15, 15, 15]  # prompts that cross block boundaries
 LONG = 300  # a prompt of several tiles of keys
 GREEDY = {"temperature": 0.0}
 SAMPLED: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2}]

@@ -6,8 +6,8 @@ with it and must generate the tokens of the base rung; then the steps of both ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,15 +28,7 @@ from rosellm.lab.records.records import REFERENCE, Results, percent_change
 from rosellm.lab.records.roles import Marked
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
 from rosellm.lab.trying.called_by import ROLES, refusal
-from rosellm.lab.trying.case import ODD, USES
-from rosellm.lab.trying.check_kernel import (
-    KernelError,
-    Verdict,
-    check_kernel,
-    check_name,
-    faults_of,
-    launches,
-)
+from rosellm.lab.trying.check_kernel import KernelError, Verdict, check_kernel, check_name, triton_kernels
 from rosellm.lab.trying.same_tokens import LONG, Replaced, same_tokens
 from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.model import Transformer
@@ -45,7 +37,7 @@ from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
 GROUPED_MODEL = SHIPPED_MODELS[1]  # six query and two KV heads, rotary embeddings, SwiGLU
 EFFORT: dict[str, dict[str, Any]] = {
-    "cpu": {"engines": 1, "seconds": 0.0, "turns": 3},
+    "cpu": {"engines": 1, "seconds": 0.0, "turns": 2},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
 }
 
@@ -82,29 +74,34 @@ class TriedRung:
         base_is = self.model.device.type == "cpu" and self.ours.name == "triton"
         return base_is or any(verdict.interpreted for verdict in self.verdicts)
 
+    def _check_timed(self) -> None:
+        """Raise KernelError if Triton's interpreter runs a kernel of either side."""
+        if self.is_interpreted:
+            raise KernelError(
+                f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a "
+                "GPU"
+            )
+
     @cached_property
     def step_times(self) -> dict[str, StepTimes]:
         """The steps of the base rung and of this one, timed in alternation.
 
         Raises KernelError if interpreted.
         """
-        if self.is_interpreted:
-            raise KernelError(f"{self._untimed}; on a GPU it is timed")
+        self._check_timed()
         lengths = prompt_length(self.context), room()
         sides = {name: partial(self._bench, kernels, *lengths) for name, kernels in self._sides.items()}
         return measure_steps(sides, **EFFORT[self.model.device.type])
 
     def steps(self) -> None:
         """Display both steps in µs; print one line for an interpreted kernel."""
-        if self.is_interpreted:
-            print(self._untimed)
-            return
-        rows: list[list[Any]] = []
-        for name, one in self.step_times.items():
-            turns = [us for own in one.turns_us for us in own]
-            rows.append([name, one.us, min(turns), max(turns)])
-        change = f"{self.name}: {percent_change(rows[0][1], rows[1][1])}"
-        show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
+        with _printed():
+            rows: list[list[Any]] = []
+            for name, one in self.step_times.items():
+                turns = [us for own in one.turns_us for us in own]
+                rows.append([name, one.us, min(turns), max(turns)])
+            change = f"{self.name}: {percent_change(rows[0][1], rows[1][1])}"
+            show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
 
     def ladder(self, workload: str = "W1") -> Chart:
         """Chart the recorded ladder's speeds relative to the base rung, and this rung's, measured here.
@@ -120,10 +117,9 @@ class TriedRung:
         for rung, one in steps.items():
             speeds[rung] = steps[self.base].us / one.us
             if rung == self.base:
-                is_timed = self.model.device.type == "cuda"
-                speeds[self.name] = (
-                    self.step_times[rung].us / self.step_times[self.name].us if is_timed else None
-                )
+                speeds[self.name] = None
+        if self.model.device.type == "cuda":
+            speeds[self.name] = self.step_times[self.base].us / self.step_times[self.name].us
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
@@ -142,24 +138,21 @@ class TriedRung:
         """The ledgers of the base rung's step and of this one; replaced kernels have separate rows.
 
         On a GPU a Triton kernel is identified by its name. A kernel of torch operators is identified only
-        where the host launches them, not in a captured graph.
+        where the host launches them, not in a captured graph. Raises KernelError if interpreted.
         """
-        if self.is_interpreted:
-            raise KernelError(f"{self._untimed}; a ledger of it needs a GPU")
+        self._check_timed()
         old, new = (self._ledger(name, kernels) for name, kernels in self._sides.items())
         return old, new
 
     def ledger(self) -> None:
         """Display this rung's ledger; print one line for an interpreted kernel."""
-        print(self._untimed) if self.is_interpreted else display(self.ledgers[1])
+        with _printed():
+            display(self.ledgers[1])
 
     def waterfall(self) -> None:
         """Chart the change from the base rung's step by cause; print one line for an interpreted kernel."""
-        print(self._untimed) if self.is_interpreted else show(waterfall(*self.ledgers))
-
-    @property
-    def _untimed(self) -> str:
-        return f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a GPU"
+        with _printed():
+            show(waterfall(*self.ledgers))
 
     @property
     def _sides(self) -> dict[str, Kernels]:
@@ -170,27 +163,24 @@ class TriedRung:
         return Bench(self.model, self.base, prompts, new_tokens, gate_from=1, kernels=kernels)
 
     def _ledger(self, name: str, kernels: Kernels) -> Ledger:
-        marked: list[Marked] = []
-        ranged: dict[str, Any] = {}
+        marked, ranged = [], dict[str, Any]()
         for kernel in self.replaced:
             mine = getattr(kernels, kernel)
-            with launches() as launched:
-                for option in range(USES):
-                    faults_of(kernel, mine, replace(ODD, option=option), 0, self.model.device)
-            mark = Marked(f"kernel {kernel}", ROLES[kernel].name, frozenset(launched))
-            marked.append(mark)
-            ranged[kernel] = _in_range(mine, f"rosellm.lab.trying.{mark.name}")
+            launched = triton_kernels(kernel, mine, self.model.device)
+            marked.append(Marked(f"kernel {kernel}", ROLES[kernel].name, launched))
+            ranged[kernel] = record_function(f"rosellm.lab.trying.kernel {kernel}")(mine)
         prompt_tokens = max(1, self.context - tokens_needed() // 2)
         bench = self._bench(replace(kernels, **ranged), prompt_tokens, 1 + tokens_needed())
         return replace(step_ledger(bench, marked=marked), name=name)
 
 
-def _in_range(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def ranged(*arguments: Any, **named: Any) -> Any:
-        with record_function(name):
-            return kernel(*arguments, **named)
-
-    return ranged
+@contextmanager
+def _printed() -> Iterator[None]:
+    """Print a KernelError in place of raising it."""
+    try:
+        yield
+    except KernelError as error:
+        print(error)
 
 
 def try_rung(

@@ -11,33 +11,27 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
 
 busy = load_exhibit("busy")
-LONGER = busy.LONGER
 
 BATCHES = ("1", "8", "64", "256")
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_every_rung_up_to_the_best_is_drawn_with_its_recorded_step_and_busy_share(batch):
+def test_every_rung_up_to_the_best_is_drawn_and_told_with_its_recorded_step_and_busy_time(batch):
     recorded = {rung: Ledger.from_dict(one) for rung, one in find().figures("ledger", batch).items()}
     names = [rung for rung in LADDER if rung in recorded and rung not in SIDE_BRANCHES]
     shown = [rung for rung in names[: names.index(BEST_RUNG) + 1] if not recorded[rung].is_disturbed]
-    works, waits = busy.busy_chart(find(), batch).data
+    chart = busy.busy_chart(find(), batch)
+    works, waits = chart.data
     assert list(works.y[1]) == shown and shown[0] == "dense"
     for rung, works_us, idle, text in zip(shown, works.x, waits.x, waits.text, strict=True):
         assert works_us + idle == pytest.approx(recorded[rung].step_us)
         assert works_us / (works_us + idle) == pytest.approx(min(1, recorded[rung].busy))
         assert text.startswith(f"{number(recorded[rung].step_us)} µs, ")
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_the_table_tells_the_recorded_busy_time_and_a_note_says_where_it_exceeds_the_step(batch):
-    chart = busy.busy_chart(find(), batch)
     _, _, *rows = chart.table.splitlines()
-    told = {row.split()[0]: row.split()[2] for row in rows if row != LONGER}
-    recorded = find().figures("ledger", batch)
-    assert told == {rung: number(recorded[rung]["busy_us"]) for rung in chart.data[0].y[1]}
-    exceeds = any(recorded[rung]["busy_us"] > recorded[rung]["step_us"] for rung in told)
-    assert (rows[-1] == LONGER) == (LONGER in chart.layout.xaxis.title.text) == exceeds
+    told = {row.split()[0]: row.split()[2] for row in rows if row != busy.LONGER}
+    assert told == {rung: number(recorded[rung].busy_us) for rung in shown}
+    exceeds = any(recorded[rung].busy_us > recorded[rung].step_us for rung in shown)
+    assert (rows[-1] == busy.LONGER) == (busy.LONGER in chart.layout.xaxis.title.text) == exceeds
 
 
 def test_a_rung_stands_in_the_act_of_its_notebook_and_act_one_ends_where_the_gpu_runs_on_its_own():

@@ -1,14 +1,13 @@
 """The ladder's chart and its links."""
 
-import json
 import math
 
 import pytest
 
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.records.notebooks import notebooks_of
-from rosellm.lab.records.records import number, rivals
+from rosellm.lab.records.records import number
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
 VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
@@ -64,9 +63,3 @@ def test_side_branches_are_hollow_and_their_shares_hatched():
 def test_what_a_log_axis_cannot_show_is_refused(values):
     with pytest.raises(ChartError, match="log axis"):
         ladder_chart(values, "tok/s", title="t")
-
-
-def test_the_chart_is_small_enough_for_a_notebook():
-    others = rivals("W3")
-    chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t")
-    assert len(json.dumps(bundle(chart)[PLOTLY])) < 9_000

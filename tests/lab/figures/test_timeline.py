@@ -37,11 +37,6 @@ def gpu_step(n_kernels: int, gap: float = 0.5, start: float = 1_000.0) -> Trace:
     return Trace(events)
 
 
-def recorded_steps(after: str) -> dict[str, Trace]:
-    recorded = find().figures("timelines", after)
-    return {name: Trace.from_dict(recorded[name]) for name in (BEFORE[after], after)}
-
-
 def drawn(before: Trace, after: Trace) -> Chart:
     return timeline(dict(zip(NAMES, (before, after), strict=True)), "t")
 
@@ -88,13 +83,6 @@ def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
     assert told == [f"GPU kernels, {18 / 38:.0%} busy", f"GPU kernels, {18 / 56:.0%} busy"]
 
 
-@pytest.mark.parametrize("after", sorted(find().figures("timelines")))
-def test_no_two_entries_of_a_recorded_timeline_share_colour_and_hatching(after):
-    chart = timeline(recorded_steps(after), "t")
-    styles = {bar.name: (bar.marker.color, bar.marker.pattern.shape) for bar in chart.data}
-    assert len(styles) == len(chart.data) == len(set(styles.values())) > 5
-
-
 @pytest.mark.parametrize("n_kernels", [400, 2_000])
 def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
     chart = drawn(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0))
@@ -107,8 +95,11 @@ def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
 
 
 @pytest.mark.parametrize("after", sorted(find().figures("timelines")))
-def test_a_lane_of_a_recorded_step_is_drawn_as_wide_as_it_is_busy(after):
-    chart = timeline(recorded_steps(after), "t")
+def test_a_recorded_step_has_lanes_as_wide_as_they_are_busy_and_a_style_for_each_entry(after):
+    recorded = find().figures("timelines", after)
+    chart = timeline({name: Trace.from_dict(recorded[name]) for name in (BEFORE[after], after)}, "t")
+    styles = {bar.name: (bar.marker.color, bar.marker.pattern.shape) for bar in chart.data}
+    assert len(styles) == len(chart.data) == len(set(styles.values())) > 5
     widths = Counter()
     for y, start, end, _ in rectangles(chart):
         widths[y] += end - start

@@ -13,10 +13,11 @@ from rosellm.lab.records import arrivals
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
-from rosellm.lab.scale.simulation import simulated_run
 from rosellm.models.loading import load_parts
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.measuring import measured, refusal
 
+simulated_run = load_exhibit("simulated_fleet").simulated_run
 LONG = "long_prompt", "long_prompt_joined"
 
 

@@ -70,15 +70,6 @@ def test_inputs_are_new_each_time_and_the_same_for_the_same_seed():
     assert first == again
 
 
-def test_cases_reach_from_one_row_to_gpt_2_s_sizes_and_further():
-    sizes = list(cases(None, (torch.float32,), 0, 3))
-    assert min(one.rows for one in sizes) == 1 and max(one.rows for one in sizes) > 128
-    assert any((one.heads, one.head_dim, one.block_size, one.rows) == (12, 64, 64, 33) for one in sizes)
-    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 8448
-    assert max(one.outputs for one in sizes) == 5000 and max(one.cached for one in sizes) == 1025
-    assert any(one.width % 2 for one in sizes) and any(one.heads > one.kv_heads for one in sizes)
-
-
 def test_heads_are_slices_of_a_fused_projection_and_columns_those_of_a_state():
     given = makers.append_and_attend(GPT2, Draw(0, CPU))
     assert given["q"].stride(0) == given["k_new"].stride(0) == 36 * 64

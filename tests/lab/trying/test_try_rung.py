@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.lab.records import step_time
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.trying import try_rung as module
@@ -29,7 +30,8 @@ def my_norm(**operands):
 @pytest.fixture(scope="module")
 def tried():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.01, "turns": 1})
+        patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.0, "turns": 1})
+        patch.setattr(step_time, "STRETCH", 4)
         rung = try_rung("tried_one", base="dependent_launch", add_norm=my_norm, **SMALL)
         assert rung.step_times
     return rung
@@ -137,30 +139,21 @@ def test_a_kernel_that_only_another_model_calls_is_refused_with_that_model():
 
 
 def test_bad_requests_are_refused_in_one_line():
-    right = {"add_norm": my_norm}
+    right = {"name": "tried_one", "base": "dependent_launch", "device": "cpu", "add_norm": my_norm}
     for wrong, error, message in (
-        ({"base": "nothing", **right}, RecipeError, "rung 'nothing' is unknown"),
-        ({"base": "dependent_launch"}, KernelError, "no kernel to replace"),
-        (
-            {"base": "dependent_launch", "norm": my_norm},
-            KernelError,
-            "no kernel 'norm' to replace: there are ",
-        ),
-        (
-            {"base": "dependent_launch", "choose_filtered": my_norm},
-            KernelError,
-            "serves requests with filters",
-        ),
-        ({"base": "dependent_launch", "add_norm": None}, KernelError, "add_norm=None cannot be called"),
-        ({"base": "dependent_launch", **right, "batch": 0}, ParameterError, "batch is 0"),
-        ({"base": "dependent_launch", **right, "context": 600}, ParameterError, "exceed the model's 512"),
+        ({"base": "nothing"}, RecipeError, "rung 'nothing' is unknown"),
+        ({"norm": my_norm}, KernelError, "no kernel 'norm' to replace: there are "),
+        ({"choose_filtered": my_norm}, KernelError, "serves requests with filters"),
+        ({"add_norm": None}, KernelError, "add_norm=None cannot be called"),
+        ({"batch": 0}, ParameterError, "batch is 0"),
+        ({"context": 600}, ParameterError, "exceed the model's 512"),
+        *(({"name": name}, KernelError, "give your rung a name") for name in ("dense", "", 3)),
     ):
         with pytest.raises(error, match=message) as caught:
-            try_rung("tried_one", **{"device": "cpu"} | wrong)
+            try_rung(**right | wrong)
         assert "\n" not in str(caught.value)
-    for name in ("dense", "", 3):
-        with pytest.raises(KernelError, match="give your rung a name"):
-            try_rung(name, base="dependent_launch", device="cpu", **right)
+    with pytest.raises(KernelError, match="no kernel to replace"):
+        try_rung("tried_one", base="dependent_launch", device="cpu")
 
 
 def test_a_near_tie_of_greedy_logits_is_not_a_difference(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,12 @@ from rosellm.bench.arrivals import Arrival, poisson_times
 from rosellm.cluster.router import Routed
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale.cluster import NEVER, Failures, Fleet, Outcome, simulate_cluster
-from rosellm.lab.scale.routers import ROUTERS, Dealer, fewest_tokens, in_turn
+from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+fleet, routers = load_exhibit("simulated_fleet"), load_exhibit("routers")
+NEVER, Failures, Fleet, simulate_cluster = fleet.NEVER, fleet.Failures, fleet.Fleet, fleet.simulate_cluster
+ROUTERS = routers.ROUTERS
 
 # A decode takes a second, a prefill a tenth of one for each token.
 PLAIN = ServingTimes(rows=(1,), decode_s=((1.0, 0.0, 0.0),), host_s=(0.0,), prefill_s=(0.0, 0.0, 0.1))
@@ -29,7 +34,7 @@ def poisson(n: int, rate: float, prompt: int = 10, new: int = 8) -> list[Arrival
     return [Arrival(time, prompt, new) for time in poisson_times(rate, n, seed=0)]
 
 
-def run(arrivals: list[Arrival], n: int = 3, times=UNEVEN, failures=NEVER, router="fewest tokens") -> Outcome:
+def run(arrivals: list[Arrival], n: int = 3, times=UNEVEN, failures=NEVER, router="fewest tokens"):
     return simulate_cluster(arrivals, Fleet(n, times, most=4, report_s=0.0), ROUTERS[router](), failures)
 
 
@@ -61,7 +66,7 @@ def test_every_request_is_answered_once_under_failures(arrivals, n, together, me
 def test_a_single_slot_with_equal_requests_waits_as_an_m_d_1_queue_does(load) -> None:
     """The mean wait is ρ s / 2 (1 − ρ) (Pollaczek and Khinchine)."""
     arrivals = poisson(40_000, rate=load, new=1)  # a prefill of 10 tokens: a second each
-    outcome = simulate_cluster(arrivals, Fleet(1, PLAIN, most=1), fewest_tokens())
+    outcome = simulate_cluster(arrivals, Fleet(1, PLAIN, most=1))
     wait = np.mean([one.first - one.arrival for one in outcome.requests]) - 1.0
     assert wait == pytest.approx(load / 2 / (1 - load), rel=0.1)
 
@@ -93,19 +98,8 @@ def assigned(router, numbers: range, n_new: int = 1) -> list[tuple[int, int]]:
     return router.assign()
 
 
-def test_groups_of_one_take_turns_and_a_lost_ones_requests_go_first() -> None:
-    router = ROUTERS["round robin"]()
-    for replica in range(3):
-        router.add(replica)
-    assert [replica for replica, _ in sorted(assigned(router, range(5)), key=lambda one: one[1])] == [
-        0, 1, 2, 0, 1,
-    ]  # fmt: skip
-    assert router.lose(1) == [1, 4]
-    assert {number for _, number in assigned(router, range(5, 6))} == {1, 4, 5}
-
-
 def test_a_host_whose_replicas_all_failed_hands_its_requests_to_another() -> None:
-    router = Dealer(2, in_turn())
+    router = routers.Dealer(2, routers.in_turn())
     for replica in range(4):
         router.add(replica)
     assert sorted(assigned(router, range(4))) == [(0, 0), (1, 2), (2, 1), (3, 3)]
@@ -126,14 +120,85 @@ def test_the_router_to_fewest_requests_ignores_their_lengths() -> None:
 
 
 def test_requests_that_run_already_are_not_prefilled_again() -> None:
-    fleet = Fleet(1, PLAIN, most=2)
     running = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 2), Arrival(0.0, 10, 2)]  # the last finds no slot
-    outcome = simulate_cluster([], fleet, fewest_tokens(), running=running)
+    outcome = simulate_cluster([], Fleet(1, PLAIN, most=2), running=running)
     assert [one.token_times for one in outcome.requests] == [[0.0, 2.0, 3.0], [0.0, 2.0], [2.0, 3.0]]
 
 
-def test_an_outcome_of_no_requests_is_refused() -> None:
-    outcome = run([Arrival(0.0, 5, 3), Arrival(2.5, 5, 3)])
-    assert [one.arrival for one in outcome.since(0.0).requests] == [2.5]
-    with pytest.raises(RoseError, match=r"no request came after 2.5 s"):
-        outcome.since(2.5)
+# One replica, counted by hand.
+
+
+def simulate(arrivals: list[Arrival], times: ServingTimes = PLAIN, rows: int = 8, **config) -> list:
+    return simulate_cluster(arrivals, Fleet(1, times, rows, SchedulerConfig(**config))).requests
+
+
+def token_times(*arrivals: tuple[float, int, int], **options) -> list[list[float]]:
+    made = simulate([Arrival(*one) for one in arrivals], **options)
+    return [[round(t, 6) for t in one.token_times] for one in made]
+
+
+def test_a_request_is_prefilled_when_it_comes_and_then_decodes() -> None:
+    assert token_times((2.0, 10, 3)) == [[3.0, 4.0, 5.0]]
+
+
+def test_a_request_that_finds_no_slot_waits_for_one() -> None:
+    assert token_times((0.0, 10, 3), (0.0, 10, 2), rows=1) == [[1, 2, 4], [4, 5]]
+
+
+def test_a_long_prompt_delays_running_requests_by_a_chunk_at_a_time() -> None:
+    arrivals = (0.0, 10, 9), (1.5, 40, 1)
+    whole, _ = token_times(*arrivals)
+    assert whole[:4] == [1.0, 2.0, 7.0, 8.0]  # it comes before the second step ends: 2.0 + 1.0 + 4.0
+    chunked, long = token_times(*arrivals, prefill_chunk=10)
+    assert chunked[:7] == [1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 11.0] and long == [10.0]
+
+
+def test_steps_get_the_contexts_of_their_rows() -> None:
+    """A step takes a second for each token of the mean context, and ten for each of the longest."""
+    times = replace(PLAIN, decode_s=((0.0, 1.0, 10.0),))
+    (long, short) = token_times((0.0, 20, 3), (0.0, 10, 2), times=times)
+    assert long == [3, 3 + 15 + 200, 3 + 15 + 200 + 21 + 210] and short == [3, 218]
+
+
+def test_the_host_adds_to_each_round_and_sets_the_pace_if_it_is_slower_than_its_device() -> None:
+    assert token_times((0.0, 10, 3), times=replace(PLAIN, host_s=(0.25,))) == [[1.0, 2.25, 3.5]]
+    (made,) = token_times((0.0, 10, 12), times=replace(PLAIN, host_s=(1.5,), run_ahead=3))
+    assert [after - before for before, after in zip(made[2:8], made[3:9], strict=True)] == [1.5] * 6
+
+
+def test_steps_that_run_ahead_delay_a_newcomer_and_the_last_tokens_come_together() -> None:
+    times = replace(PLAIN, run_ahead=3)
+    assert token_times((0.0, 10, 6), times=times) == [[1, 2, 3, 6, 6, 6]]
+    running, new = token_times((0.0, 10, 20), (4.5, 10, 2), times=times)
+    assert new[0] == 10.0  # its prefill follows the four steps, 6.0 to 9.0, that had been begun
+    assert running[:11] == [1, 2, 3, 4, 5, 7, 7, 8, 9, 11, 12]  # that round collected two steps
+
+
+@given(
+    arrivals=ARRIVALS,
+    rows=st.integers(1, 5),
+    budget=st.integers(1, 50),
+    chunk=st.none() | st.integers(1, 50),
+    run_ahead=st.sampled_from([0, 3]),
+)
+def test_every_request_gets_its_tokens_in_order_after_it_came(
+    arrivals, rows, budget, chunk, run_ahead
+) -> None:
+    made = simulate(
+        arrivals, replace(UNEVEN, run_ahead=run_ahead), rows, prefill_token_budget=budget, prefill_chunk=chunk
+    )
+    for arrival, one in zip(sorted(arrivals, key=lambda a: a.seconds), made, strict=True):
+        assert one.arrival == arrival.seconds < one.token_times[0]
+        assert len(one.token_times) == arrival.new_tokens and all(gap >= 0 for gap in one.itl)
+    changes = sorted([(one.first, 1) for one in made] + [(one.last, -1) for one in made])
+    assert all(sum(change for _, change in changes[:n]) <= rows for n in range(len(changes)))
+
+
+def test_a_simulated_run_has_a_live_runs_figures() -> None:
+    """Two requests at 0: first tokens at 1.0 and 4.0, the gaps 1.0 and 2.0 between."""
+    arrivals = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 1)]
+    made = fleet.simulated_run(arrivals, PLAIN, max_batch_size=1, limits_s=(1.5, 3.0))
+    assert made["ttft_p50_s"] == pytest.approx(2.5) and made["itl_mean_s"] == pytest.approx(1.5)
+    assert made["total_time_s"] == pytest.approx(4.0) and made["total_throughput_tok_s"] == pytest.approx(1.0)
+    assert made["within_limits_share"] == 0.5 and made["goodput_req_s"] == pytest.approx(0.25)
+    assert max(made["queue_waiting"]) == 2 and made["queue_in_flight"][-1] == 0

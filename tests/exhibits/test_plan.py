@@ -7,14 +7,15 @@ import pytest
 
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.scale.cluster import Fleet
-from rosellm.lab.scale.plan import Limits, Traffic, capacity, in_flight, serve
-from rosellm.lab.scale.replica import Request
+from rosellm.roseinfer.exhibits import load_exhibit
+
+plan = load_exhibit("plan")
+Limits, Traffic, capacity, serve = plan.Limits, plan.Traffic, plan.capacity, plan.serve
 
 # A step of 10 ms, whatever it is given; prefills take nothing.
 STEADY = ServingTimes((1,), ((0.01, 0.0, 0.0),), (0.0,), (0.0, 0.0, 0.0))
 TRAFFIC = Traffic(prompt=(10, 20), new=(20, 20))
-FLEET = Fleet(4, STEADY, most=8)
+FLEET = plan.Fleet(4, STEADY, most=8)
 
 
 def test_traffic_has_its_lengths_its_rate_and_its_share_of_long_prompts() -> None:
@@ -56,8 +57,8 @@ def test_capacity_is_places_over_the_time_that_a_request_holds_one() -> None:
 
 
 def test_requests_in_flight_follow_littles_law() -> None:
-    assert in_flight(FLEET, TRAFFIC, rate=20.0) == pytest.approx(20 * 0.195, abs=1)
-    assert in_flight(FLEET, TRAFFIC, rate=1000.0) == 8
+    assert plan.in_flight(FLEET.of(1), TRAFFIC, rate=20.0) == pytest.approx(20 * 0.195, abs=1)
+    assert plan.in_flight(FLEET.of(1), TRAFFIC, rate=1000.0) == 8
 
 
 def test_two_requests_have_no_later_half_and_three_have() -> None:
@@ -76,7 +77,7 @@ def test_loads_below_capacity_keep_limits_that_loads_beyond_it_break() -> None:
 
 
 def test_a_long_prompts_first_token_may_take_its_prefill_more_and_both_limits_count() -> None:
-    late = Request(1.0, [1.5, 1.7, 1.8], number=0, prompt=1000, new=3)
+    late = plan.Request(1.0, [1.5, 1.7, 1.8], number=0, prompt=1000, new=3)
     assert not Limits(0.2, 1.0).keeps(late) and Limits(0.5, 1.0).keeps(late)
     assert Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.3e-3).keeps(late)
     assert not Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.2e-3).keeps(late)

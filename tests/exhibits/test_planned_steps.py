@@ -8,22 +8,16 @@ import pytest
 
 from rosellm.errors import OptionError
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.scale.step_model import Achieved, StepModel
-from rosellm.lab.scale.sums import Sums, read_sums
-from rosellm.lab.scale.work import DECODE_TERMS, PREFILL_TERMS, Cut
 from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.roseinfer.exhibits import load_exhibit
+
+steps = load_exhibit("planned_steps")
+Achieved, Cut, StepModel = steps.Achieved, steps.Cut, steps.StepModel
+Sums, read_sums = steps.Sums, steps.read_sums
 
 LLAMA = Cut(KNOWN_SHAPES["meta-llama/Llama-3.1-8B"], Ceiling(4.4e6, 7e8))
 ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0))
 ONLY_ATTENTION = Achieved((0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0, 0.0))
-
-
-@pytest.mark.parametrize("rows, context", [(1, 500), (256, 4000)])
-def test_a_step_is_its_floors_times_what_is_achieved_of_them(rows, context) -> None:
-    terms = LLAMA.decode(rows, context)
-    assert len(terms) == len(DECODE_TERMS) and len(LLAMA.prefill(2, 100)) == len(PREFILL_TERMS)
-    us = sum(a * b for a, b in zip(ACHIEVED.decode, terms, strict=True))
-    assert StepModel(LLAMA, ACHIEVED).decode(rows, rows * context) == pytest.approx(us / 1e6)
 
 
 def test_weights_are_read_at_the_ceiling_and_shared_by_all_rows() -> None:

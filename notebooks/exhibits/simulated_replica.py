@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from rosellm.cluster.replica import SLICE_S
 from rosellm.lab.records.serving_times import StepTimes
 from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Equal replicas: their number, their step times, and the most requests that one runs at once.
+
+    report_s: interval at which the router is updated on a replica's progress; it is notified at once when a
+    request ends.
+    """
+
+    n: int
+    times: StepTimes
+    most: int = 256
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    report_s: float = SLICE_S
+
+    def of(self, n: int) -> Fleet:
+        """Return a fleet of ``n`` of these replicas."""
+        return replace(self, n=n)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,14 +79,19 @@ class Step(NamedTuple):
 class Replica:
     """A scheduler at its host's time ``now``, with the requests that wait for prefill and that decode.
 
-    Each round launches a decode step, then a prefill within the budgets of ``config``. Tokens are delivered
-    at the round's end, once its finished steps are collected. At most ``most`` requests run at once; KV
-    blocks never run out. Every decode step has a row of each decoding request, so that a step costs the same
-    whatever their number: a request's tokens are those of ``new - 1`` successive steps.
+    running: the requests assigned to it, by number. is_idle: it has no next round. reported: when the router
+    was last updated on its progress.
+
+    Each round launches a decode step, then a prefill within the scheduler's budgets. Tokens are delivered at
+    the round's end, once its finished steps are collected. KV blocks never run out. Every decode step has a
+    row of each decoding request, so that a step costs the same whatever their number: a request's tokens are
+    those of ``new - 1`` successive steps.
     """
 
-    def __init__(self, times: StepTimes, config: SchedulerConfig, most: int, now: float = 0.0) -> None:
-        self.times, self.config, self.most, self.now = times, config, most, now
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self.times, self.config, self.most, self.now = fleet.times, fleet.config, fleet.most, now
+        self.is_idle, self.reported = True, 0.0
+        self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._decoding: list[tuple[int, int, Request]] = []  # a heap: last step, number, request
         self._longest: list[tuple[int, int]] = []  # a heap: joined - prompt, last step; some have ended

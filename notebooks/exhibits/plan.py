@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from rosellm.bench.arrivals import Arrival, poisson_times
-from rosellm.lab.scale.cluster import NEVER, Failures, Fleet, Outcome, simulate_cluster
-from rosellm.lab.scale.replica import Request
-from rosellm.lab.scale.routers import ROUTERS, fewest_tokens
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_fleet, ROUTERS = load_exhibit("simulated_fleet"), load_exhibit("routers").ROUTERS
+NEVER, Failures, simulate_cluster = _fleet.NEVER, _fleet.Failures, _fleet.simulate_cluster
+Fleet, Outcome, Request = _fleet.Fleet, _fleet.Outcome, _fleet.Request
 
 ALONE = 900  # requests in the run that measures a replica's concurrency
 ROUNDS = 4  # requests per slot in the run that measures capacity
@@ -81,16 +84,17 @@ class Limits:
 def capacity(fleet: Fleet, traffic: Traffic) -> float:
     """Return the requests per second that one replica serves while all its slots are taken."""
     n = ROUNDS * fleet.most
-    outcome = simulate_cluster(traffic.requests(n), fleet.of(1), fewest_tokens())
+    outcome = simulate_cluster(traffic.requests(n), fleet.of(1))
     ends = sorted(one.last for one in outcome.requests)
     return (n - 2 * fleet.most) / (ends[n - fleet.most - 1] - ends[fleet.most - 1])
 
 
-def in_flight(fleet: Fleet, traffic: Traffic, rate: float) -> int:
-    """Return the requests that one replica runs at once, at ``rate`` requests per second, by Little's law."""
-    outcome = simulate_cluster(traffic.requests(ALONE, rate), fleet.of(1), fewest_tokens())
+@cache
+def in_flight(one: Fleet, traffic: Traffic, rate: float) -> int:
+    """Return the requests that a replica runs at once, at ``rate`` requests per second, by Little's law."""
+    outcome = simulate_cluster(traffic.requests(ALONE, rate), one)
     middle = outcome.requests[ALONE // 3 : 2 * ALONE // 3]
-    return min(fleet.most, round(rate * float(np.mean([one.last - one.arrival for one in middle]))))
+    return min(one.most, round(rate * float(np.mean([one.last - one.arrival for one in middle]))))
 
 
 def serve(
@@ -100,7 +104,7 @@ def serve(
 
     The fleet starts at its steady-state load. Raises RoseError for fewer than three requests in all.
     """
-    running = traffic.running(in_flight(fleet, traffic, rate) * fleet.n)
+    running = traffic.running(in_flight(fleet.of(1), traffic, rate) * fleet.n)
     arrivals = traffic.requests(each * fleet.n, rate * fleet.n)
     served = simulate_cluster(arrivals, fleet, ROUTERS[router](), failures, running)
     return served.since(arrivals[len(arrivals) // 2].seconds)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
-from rosellm.bench.arrivals import Arrival
-from rosellm.cluster.replica import SLICE_S
+from rosellm.bench.arrivals import Arrival, goodput, queue_over_time
+from rosellm.bench.record import distribution
 from rosellm.cluster.router import Routed, Router
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import StepTimes
-from rosellm.lab.scale.replica import Replica, Request
-from rosellm.lab.scale.routers import Dealer
-from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_replica = load_exhibit("simulated_replica")
+Fleet, Replica, Request = _replica.Fleet, _replica.Replica, _replica.Request
+fewest_tokens = load_exhibit("routers").fewest_tokens
 
 MOST_ATTEMPTS = 100
+PERCENTS = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -37,25 +41,6 @@ class Failures:
 
 
 NEVER = Failures(math.inf, 0.0)
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Equal replicas: their number, their step times, and the most requests that one runs at once.
-
-    report_s: interval at which the router is updated on a replica's progress; it is notified at once when a
-    request ends.
-    """
-
-    n: int
-    times: StepTimes
-    most: int = 256
-    config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    report_s: float = SLICE_S
-
-    def of(self, n: int) -> Fleet:
-        """Return a fleet of ``n`` of these replicas."""
-        return replace(self, n=n)
 
 
 @dataclass(frozen=True)
@@ -85,44 +70,34 @@ class Outcome:
 def simulate_cluster(
     arrivals: Sequence[Arrival],
     fleet: Fleet,
-    router: Router | Dealer,
+    router: Router | None = None,
     failures: Failures = NEVER,
     running: Sequence[Arrival] = (),
 ) -> Outcome:
     """Serve all requests; each is answered once, by the last replica that it was assigned to.
 
-    running: requests already prefilled at time 0, when their first tokens count as generated; those that no
-    replica has room for arrive like others. Requests of a failed replica are queued before all others. Raises
-    ``RoseError`` if one is assigned to ``MOST_ATTEMPTS`` replicas, all of which fail.
+    router: by default the project's own. running: requests already prefilled at time 0, when their first
+    tokens count as generated; those that no replica has room for arrive like others. Requests of a failed
+    replica are queued before all others. Raises ``RoseError`` if one is assigned to ``MOST_ATTEMPTS``
+    replicas, all of which fail.
     """
     everything = [*running, *sorted(arrivals, key=lambda one: one.seconds)]
-    run = Simulation(everything, fleet, router, failures)
+    run = Simulation(everything, fleet, router or fewest_tokens(), failures)
     run.resume(len(running))
     return run.serve()
-
-
-class Seat(Replica):
-    """A replica behind a router; running: the requests assigned to it, by number."""
-
-    def __init__(self, fleet: Fleet, now: float) -> None:
-        super().__init__(fleet.times, fleet.config, fleet.most, now)
-        self.is_idle, self.reported = True, 0.0
-        self.running: dict[int, Request] = {}
 
 
 class Simulation:
     """The clock, the pending events, and the replicas."""
 
-    def __init__(
-        self, arrivals: list[Arrival], fleet: Fleet, router: Router | Dealer, failures: Failures
-    ) -> None:
+    def __init__(self, arrivals: list[Arrival], fleet: Fleet, router: Router, failures: Failures) -> None:
         self._fleet, self._router, self._failures = fleet, router, failures
         self._random = np.random.default_rng(failures.seed)
         self._requests = [
             Request(time, number=number, prompt=prompt, new=new)
             for number, (time, prompt, new) in enumerate(arrivals)
         ]
-        self._seats = [Seat(fleet, 0.0) for _ in range(fleet.n)]
+        self._replicas = [Replica(fleet, 0.0) for _ in range(fleet.n)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # time, order, what happens
         self._n_events = self._n_answered = self._n_failures = 0
         self._now = 0.0
@@ -159,38 +134,38 @@ class Simulation:
 
     def _assign(self, give: Callable[[Replica, Request], None] = Replica.give) -> None:
         for index, number in self._router.assign():
-            seat, request = self._seats[index], self._requests[number]
+            replica, request = self._replicas[index], self._requests[number]
             request.start_over()
             if request.attempts > MOST_ATTEMPTS:
                 raise RoseError(f"a request was given to {MOST_ATTEMPTS} replicas, and none lasted")
-            seat.running[number] = request
-            give(seat, request)
-            if seat.is_idle:
-                seat.is_idle = False
-                seat.now = max(seat.now, self._now)
-                self._at(seat.now, partial(self._round, index, seat, []))
+            replica.running[number] = request
+            give(replica, request)
+            if replica.is_idle:
+                replica.is_idle = False
+                replica.now = max(replica.now, self._now)
+                self._at(replica.now, partial(self._round, index, replica, []))
 
-    def _round(self, index: int, seat: Seat, finished: list[Request]) -> None:
+    def _round(self, index: int, replica: Replica, finished: list[Request]) -> None:
         """Answer the requests that the last round finished; run the next one unless the replica is lost."""
-        if self._seats[index] is not seat:
+        if self._replicas[index] is not replica:
             return
         for one in finished:
             self._router.finish(one.number)
-            del seat.running[one.number]
+            del replica.running[one.number]
             self._n_answered += 1
         self._assign()
-        if self._now - seat.reported >= self._fleet.report_s:
-            self._report(seat)
-        seat.is_idle = not seat.is_busy
-        if not seat.is_idle:
-            finished = seat.round()
-            self._at(seat.now, partial(self._round, index, seat, finished))
+        if self._now - replica.reported >= self._fleet.report_s:
+            self._report(replica)
+        replica.is_idle = not replica.is_busy
+        if not replica.is_idle:
+            finished = replica.round()
+            self._at(replica.now, partial(self._round, index, replica, finished))
 
-    def _report(self, seat: Seat) -> None:
+    def _report(self, replica: Replica) -> None:
         """Report the progress of the replica's requests to the router."""
-        seat.reported = self._now
-        for number, one in seat.running.items():
-            if given := seat.progress(one):
+        replica.reported = self._now
+        for number, one in replica.running.items():
+            if given := replica.progress(one):
                 self._router.note(number, given)
 
     def _fail_later(self, unit: range) -> None:
@@ -201,7 +176,7 @@ class Simulation:
         self._n_failures += 1
         back = self._now + self._failures.load_s
         for index in unit:
-            self._seats[index] = Seat(self._fleet, back)
+            self._replicas[index] = Replica(self._fleet, back)
             self._router.lose(index)
         self._at(back, partial(self._back, unit))
         self._assign()
@@ -211,3 +186,26 @@ class Simulation:
             self._router.add(index)
         self._fail_later(unit)
         self._assign()
+
+
+def simulated_run(
+    arrivals: Sequence[Arrival],
+    times: StepTimes,
+    max_batch_size: int,
+    limits_s: tuple[float, float] = (math.inf, math.inf),
+) -> dict[str, Any]:
+    """Return the figures of one simulated replica, named and defined as in ``benchmark_streaming``.
+
+    limits_s: goodput's limits on TTFT and ITL.
+    """
+    made = simulate_cluster(arrivals, Fleet(1, times, max_batch_size))
+    requests = made.requests
+    n_tokens = sum(len(one.token_times) for one in requests)
+    return {
+        "total_time_s": made.seconds,
+        "total_throughput_tok_s": n_tokens / made.seconds,
+        **distribution("ttft", [one.ttft for one in requests], PERCENTS),
+        **distribution("itl", [gap for one in requests for gap in one.itl], PERCENTS),
+        **goodput(requests, [0.0] * len(requests), made.seconds, *limits_s),
+        **queue_over_time(requests, 0.0, made.seconds),
+    }
