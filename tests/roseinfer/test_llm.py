@@ -22,8 +22,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, uncached_greedy
-from tests.soak.fake_step import fake_engine, tokens_after
-from tests.soak.streaming_driver import Letters
+from tests.soak.fake_step import Letters, fake_engine, tokens_after
 
 WORDS = "hello world, here is some text to learn from, with words and words"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

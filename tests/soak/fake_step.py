@@ -21,6 +21,7 @@ VOCAB, EOS, BLOCK, N_POSITIONS = 13, 0, 4, 48
 CONFIG = small_config(
     vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
 )
+BEGINS = "begin_prefill", "begin_decode"
 POISON = "the model's logits are not finite"
 WEIGHTS = np.random.default_rng(0).integers(1, 97, N_POSITIONS).astype(np.float32)  # sums of these are exact
 
@@ -37,6 +38,30 @@ def tokens_after(prompt: tuple[int, ...]) -> tuple[int, ...]:
     while len(tokens) < N_POSITIONS:
         tokens.append(next_token(np.array(tokens, np.float32)))
     return tuple(tokens[len(prompt) :])
+
+
+class Letters:
+    """A tokenizer of one character a token, a space among them."""
+
+    alphabet = "a bcdefghijkl"
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [self.alphabet.index(letter) for letter in text]
+
+    def encode_many(self, texts: list[str], special: bool = True) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(self.push, token_ids))
+
+    def stream(self) -> Letters:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return self.alphabet[token_id]
+
+    def finish(self) -> str:
+        return ""
 
 
 class FakeStep:
@@ -114,17 +139,14 @@ def poison(engine: Engine, request_id: int) -> None:
     getattr(step, "step", step).poisoned.add(request_id)
 
 
-def call_before(step: Step, hook: Callable[[], None]) -> None:
-    """From now on ``hook`` is called before any prefill or decode is begun."""
+def call_before(step: Step, hook: Callable[[], None], names: tuple[str, ...] = BEGINS) -> None:
+    """From now on ``hook`` is called before each of these methods of the step."""
 
-    def hooked(begin: Callable) -> Callable:
-        def hook_and_begin(*arguments):
-            hook()
-            return begin(*arguments)
+    def hooked(method: Callable) -> Callable:
+        return lambda *arguments: (hook(), method(*arguments))[1]
 
-        return hook_and_begin
-
-    step.begin_prefill, step.begin_decode = hooked(step.begin_prefill), hooked(step.begin_decode)
+    for name in names:
+        setattr(step, name, hooked(getattr(step, name)))
 
 
 @cache

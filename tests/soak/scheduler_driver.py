@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rosellm.errors import OverloadError, PromptError, RoseError
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_prompts
 from tests.soak.fake_step import (
+    BEGINS,
     BLOCK,
     EOS,
     N_POSITIONS,
@@ -59,7 +59,7 @@ class Asked:
         n_tokens = len(output.token_ids)
         assert output.prompt_token_ids == self.prompt
         assert output.token_ids == self.tokens[:n_tokens]
-        assert len(output.metrics.token_times) == n_tokens
+        assert len(output.metrics.token_times) == n_tokens or output.finish_reason == "failed"
         assert (output.error is None) == (output.finish_reason != "failed")
         if output.finish_reason == self.reason:
             assert n_tokens == len(self.tokens)
@@ -67,33 +67,7 @@ class Asked:
             assert {"cancelled": self.cancelled, "failed": self.failed}[output.finish_reason]
 
 
-class OnEngine(Driver):
-    """What drivers of an ``engine`` share."""
-
-    engine: Engine
-
-    def forget_prefixes(self, a: int = 0, b: int = 0) -> bool:
-        if self.engine.prefix_cache is None:
-            return False
-        self.seen["prefix hits"] += self.engine.prefix_cache.hits
-        self.engine.prefix_cache.clear()
-        return True
-
-    def check_holders(self, scheduler: OnlineScheduler) -> None:
-        """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
-        holders = [sequence.block_ids for sequence in scheduler.requests.values()]
-        if self.engine.prefix_cache is not None:
-            holders += self.engine.prefix_cache._entries.values()
-        self.engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
-
-    def assert_all_free(self) -> None:
-        """Every block, once the prefixes are forgotten."""
-        self.forget_prefixes()
-        self.engine.check_integrity()
-        assert self.engine.blocks.num_free_blocks() == self.engine.num_kv_blocks
-
-
-class SchedulerDriver(OnEngine):
+class SchedulerDriver(Driver):
     """Requests come, are cancelled and end over a small pool; the model under them is a function."""
 
     weights = {
@@ -134,7 +108,7 @@ class SchedulerDriver(OnEngine):
         self.running: dict[int, Asked] = {}
         self.ended: dict[int, RequestOutput] = {}  # and not taken
         self.fault_in: int | None = None
-        call_before(self.engine.step, self._raise_fault)
+        call_before(self.engine.step, self._raise_fault, (*BEGINS, "collect"))
 
     # Operations.
 
@@ -201,10 +175,17 @@ class SchedulerDriver(OnEngine):
         self.refused(RoseError, lambda: self.scheduler.take_result(request_id))
 
     def fault(self, a: int, b: int) -> bool:
-        """A step that is begun soon will raise."""
+        """A step that is begun or collected soon will raise."""
         if self.fault_in is not None:
             return False
-        self.fault_in = a % 4
+        self.fault_in = a % 8
+        return True
+
+    def forget_prefixes(self, a: int = 0, b: int = 0) -> bool:
+        if self.engine.prefix_cache is None:
+            return False
+        self.seen["prefix hits"] += self.engine.prefix_cache.hits
+        self.engine.prefix_cache.clear()
         return True
 
     @one_of("running")
@@ -233,7 +214,10 @@ class SchedulerDriver(OnEngine):
         assert self.scheduler.n_waiting + self.scheduler.n_active == len(self.running)
         assert self.scheduler.has_unfinished == bool(self.running)
         assert self.scheduler.n_active <= self.scheduler.max_batch_size
-        self.check_holders(self.scheduler)
+        holders = [sequence.block_ids for sequence in self.scheduler.requests.values()]
+        if self.engine.prefix_cache is not None:
+            holders += self.engine.prefix_cache.entries.values()
+        self.engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
 
     def end(self) -> None:
         self.fault_in = None
@@ -243,8 +227,9 @@ class SchedulerDriver(OnEngine):
             self.apply("step", 0, 0)
         assert not self.running, f"{len(self.running)} requests never end"
         self.seen["preemptions"] += self.scheduler.preemptions
+        self.forget_prefixes()
         self.check()
-        self.assert_all_free()
+        assert self.engine.blocks.num_free_blocks() == self.engine.num_kv_blocks
         assert self.engine.budget.reserved == 0
 
     # The model.
@@ -270,6 +255,8 @@ class SchedulerDriver(OnEngine):
             return
         if self.fault_in == 0:
             self.fault_in = None
+            for sequence in self.scheduler._active[: self.engine.budget.free]:
+                self.engine.blocks.reserve_prompt(sequence.block_ids, 1)  # the step was half begun
             raise FaultError("a step is made to fail")
         self.fault_in -= 1
 
