@@ -114,6 +114,9 @@ class Combination:
     def shape(self) -> Composition:
         return (LONG_COMPOSITIONS if self.deterministic else COMPOSITIONS)[self.composition]
 
+    def takes_long(self) -> bool:
+        return self.deterministic and self.composition != "alone"
+
     def __str__(self) -> str:
         return "-".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
@@ -152,7 +155,9 @@ def covering_array(device: str, n: int) -> list[Combination]:
     (AETG, Cohen et al. 1997)."""
     axes, rng = axes_on(device), random.Random(0)
     drawn = (Combination(*map(rng.choice, axes)) for _ in range(2_000 if n == 1 else 20_000))
-    missing = {combination: values_of(combination, n) for combination in drawn if combination.is_allowed()}
+    missing = {
+        one: values_of(one, n) for one in drawn if one.is_allowed() and not (n == 1 and one.takes_long())
+    }
     chosen = []
     while missing:
         best = max(islice(missing, 40), key=lambda combination: len(missing[combination]))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import greedy_sequences, random_model, small_engine
 
-Transformer = random_model(0)
-
 
 def engine_of(**options) -> Engine:
-    engine = small_engine(Transformer, recipe="resident_step", num_kv_blocks=10, **options)  # of 8 tokens
+    engine = small_engine(random_model(0), recipe="resident_step", num_kv_blocks=10, **options)  # of 8 tokens
     engine.budget.run_ahead = 0
     return engine
 
@@ -27,16 +23,6 @@ def test_promises_are_full_lengths_and_may_exceed_the_pool():
     assert (engine.budget.reserved, engine.budget.unreserved) == (7, 3)
 
 
-@pytest.mark.parametrize(("chunk", "blocks"), [(8, 1), (9, 2), (17, 3)])
-def test_a_prefill_needs_the_blocks_that_its_chunk_reaches(chunk, blocks):
-    engine = engine_of()
-    (one,) = greedy_sequences(engine, [[1] * 17], 4)
-    assert engine.budget.blocks_to_prefill([one], [chunk]) == blocks
-    assert engine.budget.blocks_to_prefill([one]) == 3
-    engine.begin_prefill([one], [chunk])
-    assert engine.budget.free == 10 - blocks
-
-
 def test_a_decode_needs_a_block_where_the_last_is_full_or_shared():
     engine = engine_of(prefix_cache=True)
     full, partial = greedy_sequences(engine, [[1] * 8, [2] * 7], 20)
@@ -45,7 +31,4 @@ def test_a_decode_needs_a_block_where_the_last_is_full_or_shared():
     engine.prefix_cache.clear()
     assert engine.budget.blocks_to_decode([full, partial]) == [1, 0]
     assert engine.budget.blocks_to_decode([full, partial], steps=2) == [1, 1]
-    assert engine.budget.blocks_to_decode([full, partial], steps=40) == [
-        3,
-        3,
-    ]  # no further than their last token
+    assert engine.budget.blocks_to_decode([full, partial], steps=40) == [3, 3]  # to their ends

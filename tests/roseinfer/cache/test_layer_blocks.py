@@ -29,24 +29,12 @@ def test_each_layer_has_all_its_blocks_whatever_the_others_hold(manager):
     assert sorted(lists[0] + lists[1]) == list(range(LAYERS * POOL))
     for layer, ids in enumerate(lists):
         infos = [manager.info(block_id) for block_id in ids]
-        assert [(one.layer, one.start, one.length) for one in infos] == [
-            (layer, 0, BLOCK),
-            (layer, BLOCK, BLOCK),
-        ]
+        assert [(one.layer, one.start) for one in infos] == [(layer, 0), (layer, BLOCK)]
+        with pytest.raises(KVCacheExhausted):
+            append(manager, layer, ids, 5.0)
         keys = torch.cat([manager.k_cache[layer, one.block_index, 0, :, 0] for one in infos])
         assert keys.tolist() == list(range(POOL * BLOCK))
         assert torch.equal(manager.v_cache[layer], -manager.k_cache[layer])
-
-
-def test_an_exhausted_layer_changes_nothing_and_the_other_goes_on(manager):
-    mine, theirs = [], []
-    append(manager, 1, mine, *range(POOL * BLOCK))
-    before = list(mine), manager.k_cache.clone()
-    with pytest.raises(KVCacheExhausted):
-        manager.append_token_batch(1, [mine, theirs], *torch.ones(2, 2, HEADS, DIM))
-    assert (mine, theirs) == (before[0], []) and torch.equal(manager.k_cache, before[1])
-    append(manager, 0, theirs, 5.0)
-    assert manager.num_free_blocks(0) == POOL - 1 and manager.num_free_blocks(1) == 0
 
 
 def test_a_block_is_cloned_and_freed_in_its_own_layer(manager):
