@@ -121,9 +121,6 @@ def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_
             assert len(manager.metrics(request).token_times) == 1
             with pytest.raises(RoseError, match="has not ended within 0.01 s"):
                 manager.result(request, 0.01)
-            for bad in (math.nan, -1, True):
-                with pytest.raises(RoseError, match=f"timeout is {bad}"):
-                    manager.result(request, bad)
             long = math.inf, 10**400, threading.TIMEOUT_MAX
             results = [threads.submit(manager.result, request, timeout) for timeout in long]
             assert not wait(results, timeout=0.05).done
@@ -220,9 +217,6 @@ def test_what_cannot_be_streamed_is_refused(engine):
     with pytest.raises(RoseError, match="needs a tokenizer"):
         StreamingManager(small_engine(random_model(0), recipe="dense"))
     with StreamingManager(engine) as manager:
-        for call in (manager.result, manager.cancel, manager.forget, manager.stream_text, manager.metrics):
-            with pytest.raises(RoseError, match="request 77 is unknown"):
-                call(77)
         running = manager.add_request([1], ENDLESS)
         with pytest.raises(RoseError, match="has not ended yet"):
             manager.forget(running)
@@ -316,16 +310,6 @@ def test_close_ends_every_request_of_clients_that_go_on_submitting(engine, threa
     assert any(isinstance(end, ClosedError) for end in ends)
     assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
     assert_all_free(engine)
-
-
-def test_close_ends_requests_whose_prompts_are_being_tokenized(engine, threads, monkeypatch):
-    with tokenization_held(engine, monkeypatch) as begun:
-        manager = StreamingManager(engine, tokenize_workers=1)
-        requests = [manager.add_request(WORDS[:n], greedy(3)) for n in range(4, 40, 5)]
-        waits = [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
-        assert begun.wait(WAIT_S)
-        close_within_a_step(manager)
-        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
 
 
 class Unprintable(RuntimeError):
