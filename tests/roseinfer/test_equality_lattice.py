@@ -328,20 +328,10 @@ def test_every_two_values_give_the_tokens_of_the_request_alone(device, monkeypat
             raise AssertionError(str(combination)) from error
 
 
-@pytest.mark.parametrize(
-    ("rung", "model", "runner", "deterministic"),
-    [
-        ("dense", "plain", "graph", False),
-        ("cuda_graph", "plain", "eager", False),
-        ("fused_head", "plain", "graph", True),
-        ("persistent_kernel", "modern", "graph", False),
-        ("persistent_kernel", "windowed", "graph", False),
-    ],
-)
-def test_only_what_cannot_be_is_left_out(rung, model, runner, deterministic):
-    assert recipe_of(rung, model, runner, deterministic) is None
-    found = {recipe_of(rung, own, run, False) for own in MODELS for run in ("eager", "graph")}
-    assert found != {None}
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_value_of_every_axis_occurs(device):
+    columns = zip(*map(astuple, covering_array(device, 1)), strict=True)
+    assert [set(column) for column in columns] == [set(values) for values in axes_on(device)]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import BusyError, CheckpointError, PromptError, RecipeError, RoseError
+from rosellm.errors import BusyError, PromptError, RecipeError, RoseError
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
@@ -105,42 +105,23 @@ def test_a_shipped_model_fits_twelve_megabytes_and_writes_python(model):
     assert len(first) == len(second) == 16 and first != second
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}>>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}>>"
 ONE = [{"role": "user", "content": "hello world"}]
 OTHER = [{"role": "system", "content": "some"}, {"role": "user", "content": "words"}]
 
 
-@pytest.fixture(scope="module")
-def chatting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("chatting") / "checkpoint"))
+def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "chatting")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
-
-
-def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(chatting):
+    llm = LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
     texts = ["<user>hello world>>", "<system>some<user>words>>"]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 5)]
-    results = chatting.chat([ONE, OTHER], params)
-    assert results == chatting.generate(texts, params)
+    results = llm.chat([ONE, OTHER], params)
+    assert results == llm.generate(texts, params)
     assert [result.prompt for result in results] == texts
-    assert chatting.chat(OTHER, params[1]) == results[1:]
-
-
-def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(llm, chatting):
-    dummy = LLM("rose-tiny", device="cpu", load_format="dummy", num_kv_blocks=4)
-    for one, messages, error, message in (
-        (llm, ONE, CheckpointError, "no chat template; give a prompt as text"),
-        (dummy, ONE, CheckpointError, "a dummy tokenizer has no chat template; load a checkpoint"),
-        (chatting, [], PromptError, "messages are"),
-        (chatting, [ONE, []], PromptError, "messages are"),
-        (chatting, [{"role": "user"}], PromptError, "message 0 is"),
-    ):
-        with pytest.raises(error, match=rf"^.*{message}.*$"):
-            one.chat(messages, GREEDY)
-        assert_all_free(one.engine)
+    assert llm.chat(OTHER, params[1]) == results[1:]
+    with pytest.raises(PromptError, match="message 0 is"):
+        llm.chat([{"role": "user"}], params[0])
 
 
 def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_come(monkeypatch):

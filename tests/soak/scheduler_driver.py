@@ -59,7 +59,7 @@ class Asked:
         n_tokens = len(output.token_ids)
         assert output.prompt_token_ids == self.prompt
         assert output.token_ids == self.tokens[:n_tokens]
-        assert len(output.metrics.token_times) == n_tokens or output.finish_reason == "failed"
+        assert len(output.metrics.token_times) == n_tokens
         assert (output.error is None) == (output.finish_reason != "failed")
         if output.finish_reason == self.reason:
             assert n_tokens == len(self.tokens)

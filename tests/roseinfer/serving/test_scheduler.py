@@ -12,9 +12,9 @@ from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
-from tests.late_step import run_late
+from tests.helpers import random_model, random_prompts, small_config, small_engine
 from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, greedy, run_to_end
+from tests.soak.fake_step import VOCAB, fake_engine, tokens_after
 
 # Admission
 
@@ -103,19 +103,15 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt):
 def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_somebody_does(
     run_ahead, monkeypatch
 ):
-    engine = engine_of(num_kv_blocks=40)
-    prompts = random_prompts([40, 36, 3])
-    expected = [
-        uncached_greedy(engine.model, prompt, n) for prompt, n in zip(prompts, (20, 3, 4), strict=True)
-    ]
-    if run_ahead:
-        run_late(engine, run_ahead)
+    engine = fake_engine(run_ahead, num_kv_blocks=40)
+    prompts, counts = random_prompts([12, 36, 3], vocab_size=VOCAB), (20, 3, 4)
+    expected = [list(tokens_after(tuple(prompt))[:n]) for prompt, n in zip(prompts, counts, strict=True)]
     calls = Calls(engine, monkeypatch)
     scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=7))
     ids = [scheduler.add_request(prompts[0], greedy(20))]
     while scheduler.decode_steps < 2:
         scheduler.step()
-    assert calls.chunks == [[40]]
+    assert calls.chunks == [[12]]
     n_begun = len(calls.log)
     ids += [scheduler.add_request(prompt, greedy(n)) for prompt, n in zip(prompts[1:], (3, 4), strict=True)]
     run_to_end(scheduler)
@@ -132,19 +128,18 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
 
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead):
-    engine = engine_of()
-    late = run_late(engine, run_ahead)
+    engine = fake_engine(run_ahead, num_kv_blocks=40)
     scheduler = OfflineScheduler(engine)
     request = scheduler.add_request([1, 2], greedy(9))
     begun = []
     while scheduler.has_unfinished:
         scheduler.step()
-        begun.append(len(late._begun))
+        begun.append(len(engine.step._begun))
     assert begun[: run_ahead + 1] == [*range(1, run_ahead + 1), run_ahead]
-    assert begun[-1] == 0 and late.idle == 1
+    assert begun[-1] == 0 and engine.step.idle == 1
     assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
     assert scheduler.decode_time_s == pytest.approx(8e-3)
-    assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+    assert scheduler.take_result(request).token_ids == list(tokens_after((1, 2))[:9])
 
 
 # Figures
