@@ -11,7 +11,6 @@ import random
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 from itertools import chain, combinations, islice
-from threading import Event
 
 import pytest
 
@@ -185,16 +184,13 @@ def alone(name: str, prompt: tuple[int, ...]) -> tuple[list[int], float]:
     engine = Engine(parts(name, "cpu")[0], recipe="dense", max_batch_size=1)
     sequence = engine.make_sequence(list(prompt), greedy(LONGEST_OUTPUT))
     engine.prefill([sequence])
-    leads = [lead(engine)]
-    while not sequence.is_finished:
+    leads = []
+    while True:
+        best, second = engine.step.last_logits()[0].topk(2).values.tolist()
+        leads.append(best - second)
+        if sequence.is_finished:
+            return sequence.output, min(leads)
         engine.decode([sequence])
-        leads.append(lead(engine))
-    return sequence.output, min(leads)
-
-
-def lead(engine: Engine) -> float:
-    best, second = engine.step.last_logits()[0].topk(2).values.tolist()
-    return best - second
 
 
 class Workload:
@@ -215,31 +211,22 @@ class Workload:
         self.num_kv_blocks = shape.tight[combination.prefix_cache] if combination.forced else ample
 
 
-@dataclass(frozen=True)
-class Served:
-    """Results in the order of the requests, each one's pieces of text, and how often any was preempted."""
-
-    outputs: list[RequestOutput]
-    pieces: list[list[str]]
-    preemptions: int
+Served = tuple[list[RequestOutput], list[list[str]], int]
 
 
 def serve(engine: Engine, config: SchedulerConfig, work: Workload, stream: int) -> Served:
-    """The first alone, to its end, then all others at once."""
+    """The first alone, to its end, then all others at once: results, pieces of text, and preemptions."""
     params = [greedy(n) for n in work.outputs]
     if not stream:
         scheduler = OfflineScheduler(engine, config)
         outputs = scheduler.run(work.prompts[:1], params[0]) + scheduler.run(work.prompts[1:], params[1:])
-        return Served(outputs, [], scheduler.preemptions)
+        return outputs, [], scheduler.preemptions
     with StreamingManager(engine, config, stream_interval=stream) as manager:
-        ids = [manager.add_request(work.prompts[0], params[0])]
+        ids = manager.add_requests(work.prompts[:1], params[0])
         manager.result(ids[0], 60)
-        all_are_there = Event()  # until then the worker is held back, so that it finds all of them
-        manager._orders.put(lambda: all_are_there.wait(60))
-        ids += [manager.add_request(*one) for one in zip(work.prompts[1:], params[1:], strict=True)]
-        all_are_there.set()
+        ids += manager.add_requests(work.prompts[1:], params[1:])
         pieces = [list(manager.stream_text(i)) for i in ids]
-        return Served([manager.result(i, 60) for i in ids], pieces, manager._scheduler.preemptions)
+        return [manager.result(i, 60) for i in ids], pieces, manager._scheduler.preemptions
 
 
 # What must hold.
@@ -263,17 +250,17 @@ def check(combination: Combination, device: str, monkeypatch: pytest.MonkeyPatch
     limits = {"budget": {"prefill_token_budget": BUDGET}, "several": {"prefill_max_batch_size": TOGETHER}}
     limited = limits.get(combination.prefill, {})
     config = SchedulerConfig(admission_policy=combination.policy, fifo_every=3, **limited)
-    served = serve(engine, config, work, combination.stream)
-    assert [output.token_ids for output in served.outputs] == work.expected
-    assert (served.preemptions > 0) == combination.forced
+    outputs, texts, preemptions = serve(engine, config, work, combination.stream)
+    assert [output.token_ids for output in outputs] == work.expected
+    assert (preemptions > 0) == combination.forced
     assert_runner(engine, combination)
     assert_batches(calls, combination, work.shape)
     if combination.prefix_cache:
         n_found = 1 if combination.forced else len(work.shape.outputs)
         aligned = work.shape.prefix // engine.prefill_alignment * engine.prefill_alignment
         assert engine.prefix_cache.hit_tokens >= n_found * aligned
-    assert [o.text for o in served.outputs] == [tokenizer.decode(o.token_ids) for o in served.outputs]
-    for output, pieces in zip(served.outputs, served.pieces, strict=bool(combination.stream)):
+    assert [o.text for o in outputs] == [tokenizer.decode(o.token_ids) for o in outputs]
+    for output, pieces in zip(outputs, texts, strict=bool(combination.stream)):
         assert "".join(pieces) == output.text
         assert len(pieces) <= -(-len(output.token_ids) // combination.stream)
     assert_all_free(engine)
