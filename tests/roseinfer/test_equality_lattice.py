@@ -310,7 +310,8 @@ def test_every_value_of_every_axis_gives_the_tokens_of_the_request_alone(combina
 def test_every_two_values_give_the_tokens_of_the_request_alone(device, monkeypatch):
     for combination in covering_array(device, 2):
         try:
-            check(combination, device, monkeypatch)
+            with monkeypatch.context() as patched:
+                check(combination, device, patched)
         except Exception as error:
             raise AssertionError(str(combination)) from error
 

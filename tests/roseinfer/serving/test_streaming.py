@@ -281,13 +281,6 @@ def test_a_client_that_cancels_without_pause_holds_up_nobody(engine, threads):
         flooded.result(WAIT_S)
 
 
-def close_within_a_step(manager: StreamingManager) -> None:
-    """By the processor's seconds, which other programs do not lengthen."""
-    start = process_time()
-    manager.close()
-    assert process_time() - start < 2
-
-
 def test_close_ends_every_request_of_clients_that_go_on_submitting(engine, threads):
     manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
     under_way = threading.Semaphore(0)
@@ -304,7 +297,9 @@ def test_close_ends_every_request_of_clients_that_go_on_submitting(engine, threa
     clients = [threads.submit(submit) for _ in range(8)]
     for _ in range(50):
         assert under_way.acquire(timeout=WAIT_S)
-    close_within_a_step(manager)
+    start = process_time()  # which other programs do not lengthen
+    manager.close()
+    assert process_time() - start < 2
     accepted = [request for client in clients for request in client.result(WAIT_S)]
     ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
     assert any(isinstance(end, ClosedError) for end in ends)
