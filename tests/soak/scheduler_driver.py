@@ -113,23 +113,11 @@ class SchedulerDriver(Driver):
     # Operations.
 
     def add(self, a: int, b: int) -> None:
-        prompt, params = prompt_of(a, b), params_of(a, b)
-        error = self._refusal([prompt], [params])
-        if error is not None:
-            self.refused(error, lambda: self.scheduler.add_request(prompt, params))
-        else:
-            self._note(self.scheduler.add_request(prompt, params), prompt, params)
+        self._add([prompt_of(a, b)], params_of(a, b))
 
     def add_many(self, a: int, b: int) -> None:
         """All or none of four; some of them may be too long for the cache."""
-        prompts = [prompt_of(a + i, b + 7 * i) for i in range(4)]
-        params = [params_of(a, b)] * 4
-        error = self._refusal(prompts, params)
-        if error is not None:
-            self.refused(error, lambda: self.scheduler.add_requests(prompts, params))
-            return
-        for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
-            self._note(request_id, prompt, params[0])
+        self._add([prompt_of(a + i, b + 7 * i) for i in range(4)], params_of(a, b))
 
     def step(self, a: int, b: int) -> bool:
         if not self.running:
@@ -238,17 +226,16 @@ class SchedulerDriver(Driver):
     def known(self) -> list[int]:
         return [*self.running, *self.ended]
 
-    def _note(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
-        assert request_id not in self.running
-        self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
-
-    def _refusal(
-        self, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> type[OverloadError] | type[PromptError] | None:
+    def _add(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        longest = max(map(len, prompts)) + params.max_tokens - 1
         if len(self.running) + len(prompts) > MOST_IN_FLIGHT:
-            return OverloadError
-        lengths = [len(prompt) + own.max_tokens - 1 for prompt, own in zip(prompts, params, strict=True)]
-        return PromptError if max(lengths) > self.engine.num_kv_blocks * BLOCK else None
+            self.refused(OverloadError, lambda: self.scheduler.add_requests(prompts, params))
+        elif longest > self.engine.num_kv_blocks * BLOCK:
+            self.refused(PromptError, lambda: self.scheduler.add_requests(prompts, params))
+        else:
+            for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
+                assert request_id not in self.running
+                self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
 
     def _raise_fault(self) -> None:
         if self.fault_in is None:
