@@ -122,7 +122,7 @@ class Sequence:
 
         In a replay, where the token is already known, returns False; raises ``RoseError`` if it differs.
         """
-        tokens = self.tokens  # this runs for every token: see tests.host_cost
+        tokens = self.tokens  # this runs for every token
         self.num_cached_tokens += num_newly_cached
         if self.num_cached_tokens < len(tokens):
             self._check_replayed(token)

@@ -20,8 +20,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
-from tests.soak.fake_step import POISON, fake_engine, poison
-from tests.soak.streaming_driver import Letters
+from tests.soak.fake_step import POISON, Letters, fake_engine, poison
 
 
 def engine_for(**options) -> Engine:

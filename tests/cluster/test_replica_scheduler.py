@@ -20,8 +20,7 @@ from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.cluster.inline_ray import Call, InlineFleet, InlineRay
 from tests.helpers import random_model, random_prompts, small_config
-from tests.soak.fake_step import EOS, fake_engine, poison, tokens_after
-from tests.soak.streaming_driver import Letters
+from tests.soak.fake_step import EOS, Letters, fake_engine, poison, tokens_after
 
 WORDS = "hello world, here is some text to learn from, with words and words"
 ENDS = {"ignore_eos": True}

@@ -50,6 +50,7 @@ def threaded_ranks(model: str, **options: Any) -> Iterator[tuple[Engine, list[En
 
     What a test replaces, it replaces for both.
     """
+    parts = load_parts(model, "cpu", part=Part(0, 2))  # before the thread: transformers' imports may not race
     store, port = listen()
     ours, theirs = Pipe()
     errors: list[BaseException] = []
@@ -71,7 +72,7 @@ def threaded_ranks(model: str, **options: Any) -> Iterator[tuple[Engine, list[En
     leader = Leader(Part(0, 2), [ours], Watch([], [], [0, 0], lambda: None), ours.close)
     leader.collectives = Collectives(store, leader.part, CPU)
     try:
-        yield Engine(*load_parts(model, "cpu", part=leader.part), **options, group=leader), others
+        yield Engine(*parts, **options, group=leader), others
     finally:
         leader.close()
         thread.join(10)

@@ -120,30 +120,24 @@ def errors(folder: Path, way: str, device: str, dtype: torch.dtype) -> list[floa
     tokens, expected = theirs(folder, dtype, device)
     engine = small_engine(load_model(str(folder), torch.device(device), dtype), **WAYS[way])
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
-    engine.prefill(sequences)
-    steps = [engine.step.last_logits().float().cpu().clone()]
-    for step in range(N_TOKENS - 1):
-        for sequence, row in zip(sequences, tokens, strict=True):
-            sequence.tokens[-1] = row[step]
-        engine.decode(sequences)
-        steps.append(engine.step.last_logits().float().cpu().clone())
-    for sequence in sequences:
-        engine.release(sequence)
-    engine.check_integrity()
+    found = []
+    for step, theirs_then in enumerate(expected):
+        if step == 0:
+            engine.prefill(sequences)
+        else:
+            for sequence, row in zip(sequences, tokens, strict=True):
+                sequence.tokens[-1] = row[step - 1]
+            engine.decode(sequences)
+        ours = engine.step.last_logits().float().cpu()
+        found.append((ours - theirs_then).abs().max().item())
     largest = max(step.abs().max().item() for step in expected)
-    found = zip(steps, expected, strict=True)
-    return [(ours - theirs).abs().max().item() / largest for ours, theirs in found]
+    return [error / largest for error in found]
 
 
-@pytest.mark.parametrize(
-    ("name", "way", "device", "dtype"),
-    [
-        one
-        for dtype in BOUNDS
-        for some in ({"ways": MAIN_WAYS}, {"names": ON_EVERY_RUNG})
-        for one in runs(dtype, **some)
-    ],
-)
+CASES = [one for dtype in BOUNDS for one in (*runs(dtype, ways=MAIN_WAYS), *runs(dtype, names=ON_EVERY_RUNG))]
+
+
+@pytest.mark.parametrize(("name", "way", "device", "dtype"), CASES)
 def test_logits_of_prefill_and_every_step_are_those_of_transformers(saved, name, way, device, dtype):
     found = errors(saved(name), way, device, dtype)
     print(f"{name} {way} {device} {dtype}: prefill {found[0]:.1e}, steps {max(found[1:]):.1e}")

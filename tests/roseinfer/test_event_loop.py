@@ -30,22 +30,14 @@ def generate(llm: LLM, prompt: str) -> str:
     return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
-async def ticks(done: asyncio.Event) -> int:
-    """How often the loop came round until ``done``."""
-    n = 0
-    while not done.is_set():
-        await asyncio.sleep(0.001)
-        n += 1
-    return n
-
-
 def test_to_thread_generates_while_the_loop_turns(llm, texts):
     async def main() -> tuple[list[str], int]:
-        done = asyncio.Event()
-        ticking = asyncio.create_task(ticks(done))
-        got = await asyncio.gather(*(asyncio.to_thread(generate, llm, prompt) for prompt in PROMPTS))
-        done.set()
-        return got, await ticking
+        n_ticks = 0
+        threads = asyncio.gather(*(asyncio.to_thread(generate, llm, prompt) for prompt in PROMPTS))
+        while not threads.done():
+            await asyncio.sleep(0.001)
+            n_ticks += 1
+        return await threads, n_ticks
 
     got, n_ticks = asyncio.run(main())
     assert got == texts

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import BusyError, CheckpointError, PromptError, RecipeError, RoseError
+from rosellm.errors import BusyError, PromptError, RecipeError, RoseError
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
@@ -22,10 +22,9 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, uncached_greedy
-from tests.soak.fake_step import fake_engine, tokens_after
-from tests.soak.streaming_driver import Letters
+from tests.roseinfer.serving.common import WORDS, assert_all_free
+from tests.soak.fake_step import Letters, fake_engine, tokens_after
 
-WORDS = "hello world, here is some text to learn from, with words and words"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
@@ -41,11 +40,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> LLM:
     return LLM(str(checkpoint), rung="dense", device="cpu", max_batch_size=4, block_size=16)
-
-
-def assert_idle(llm: LLM) -> None:
-    llm.engine.check_integrity()
-    assert llm.engine.blocks.num_free_blocks() == llm.engine.num_kv_blocks
 
 
 def tokens(outputs: list) -> list[list[int]]:
@@ -66,7 +60,8 @@ def test_results_come_in_order_with_the_tokens_of_the_model(llm):
         assert completion.finish_reason == "length"
     again = pickle.loads(pickle.dumps(results))
     assert again == results and again[0].outputs[0].text == results[0].outputs[0].text
-    assert_idle(llm)
+    assert llm.generate([]) == []
+    assert_all_free(llm.engine)
 
 
 @pytest.mark.parametrize(
@@ -103,53 +98,30 @@ def test_a_shipped_model_fits_twelve_megabytes_and_writes_python(model):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) <= 12_000_000
     prompt = "import os\nimport sys\n\n\nclass Cache:\n    def __init__(self"
-    (result,) = LLM(model, device="cpu").generate(prompt, replace(GREEDY, max_tokens=24))
+    llm = LLM(model, device="cpu")
+    (result,) = llm.generate(prompt, replace(GREEDY, max_tokens=24))
     assert "self" in result.outputs[0].text and "\n" in result.outputs[0].text
-
-
-def test_default_parameters_sample_sixteen_tokens_of_a_shipped_model():
-    llm = LLM(device="cpu")
-    assert llm.generate([]) == []
-    first, second = tokens(llm.generate(["hello", "hello"]))
+    first, second = tokens(llm.generate(["hello", "hello"]))  # drawn
     assert len(first) == len(second) == 16 and first != second
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}>>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}>>"
 ONE = [{"role": "user", "content": "hello world"}]
 OTHER = [{"role": "system", "content": "some"}, {"role": "user", "content": "words"}]
 
 
-@pytest.fixture(scope="module")
-def chatting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("chatting") / "checkpoint"))
+def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "chatting")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
-
-
-def test_conversations_are_answered_in_order_as_their_rendered_texts_are_continued(chatting):
+    llm = LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
     texts = ["<user>hello world>>", "<system>some<user>words>>"]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 5)]
-    results = chatting.chat([ONE, OTHER], params)
-    assert results == chatting.generate(texts, params)
+    results = llm.chat([ONE, OTHER], params)
+    assert results == llm.generate(texts, params)
     assert [result.prompt for result in results] == texts
-    assert chatting.chat(OTHER, params[1]) == results[1:]
-
-
-def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(llm, chatting):
-    dummy = LLM("rose-tiny", device="cpu", load_format="dummy", num_kv_blocks=4)
-    for one, messages, error, message in (
-        (llm, ONE, CheckpointError, "no chat template; give a prompt as text"),
-        (dummy, ONE, CheckpointError, "a dummy tokenizer has no chat template; load a checkpoint"),
-        (chatting, [], PromptError, "messages are"),
-        (chatting, [ONE, []], PromptError, "messages are"),
-        (chatting, [{"role": "user"}], PromptError, "message 0 is"),
-    ):
-        with pytest.raises(error, match=rf"^.*{message}.*$"):
-            one.chat(messages, GREEDY)
-        assert_idle(one)
+    assert llm.chat(OTHER, params[1]) == results[1:]
+    with pytest.raises(PromptError, match="message 0 is"):
+        llm.chat([{"role": "user"}], params[0])
 
 
 def test_progress_counts_every_token_as_it_comes_and_expects_no_more_than_can_come(monkeypatch):

@@ -1,4 +1,4 @@
-"""Recipes: one difference a rung, impossible ones refused in a sentence, every possible one builds."""
+"""Recipes: one difference a rung, every possible one builds, what a device or ranks cannot run is refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import random
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rosellm.errors import RecipeError
+from rosellm import LLM
+from rosellm.bench import benchmark_scheduler
+from rosellm.bench.job import choose_recipe
+from rosellm.errors import DeviceError, OptionError, RecipeError
 from rosellm.ladder.museum import AXES, MUSEUM
+from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe, get_rung, recipe_choices
-from tests.helpers import FAMILIES, generate, random_model, random_prompts, small_config, small_engine
+from rosellm.roseinfer.recipe import (
+    BEFORE,
+    BEST_RUNG,
+    LADDER,
+    RECIPES,
+    Recipe,
+    best_rung,
+    check_launch,
+    get_rung,
+    recipe_choices,
+)
+from tests.helpers import CPU, FAMILIES, generate, random_model, random_prompts, small_config, small_engine
 
 CHOICES = recipe_choices()
 ALONE_IMPOSSIBLE = (
@@ -23,6 +39,8 @@ ALONE_IMPOSSIBLE = (
     {"exhibit": "persistent_layers"},
     {"numerics": "invariant"},
 )
+CUDA = torch.device("cuda")
+GPU_MODEL = SimpleNamespace(device=CUDA, config=small_config(), whole=small_config())
 
 
 def built(**fields) -> Recipe | str:
@@ -102,3 +120,94 @@ def test_an_unknown_rung_or_one_that_cannot_run_the_model_is_refused_with_the_re
     with pytest.raises(RecipeError, match="'fastest'") as caught:
         get_rung("fastest")
     assert all(rung in str(caught.value) for rung in LADDER)
+
+
+# What a device can run.
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    def pretend(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "rung"),
+    [((7, 0), "small_gemm"), ((8, 9), "small_gemm"), ((9, 0), "split_kv"), ((12, 0), "split_kv")],
+    ids=str,
+)
+def test_the_best_rung_has_dependent_launches_from_hopper_on_and_a_cpus_does_not_ask_its_gpu(
+    capability, rung, gpu_of
+):
+    gpu_of(*capability)
+    assert best_rung(CUDA) == get_rung(None, CUDA) == rung
+    check_launch(LADDER[rung], CUDA)
+    assert best_rung(CPU) == get_rung(None, CPU) == BEST_RUNG
+    check_launch(LADDER[BEST_RUNG], CPU)
+    eager, graph, on_cpu = (
+        choose_recipe(benchmark_scheduler.BENCHMARK.parse_options(["--paged-attn", *options.split()]))
+        for options in ("--device cuda", "--device cuda --cuda-graph", "--device cpu --cuda-graph")
+    )
+    assert (eager, graph, on_cpu) == (replace(LADDER[rung], runner="eager"), rung, BEST_RUNG)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rung", "error", "message"),
+    [
+        *(
+            ((8, 6), name, RecipeError, r"9\.0 or more, cuda has 8\.6: use rung='small_gemm'")
+            for name in LADDER
+            if LADDER[name].launch == "dependent"
+        ),
+        ((6, 1), None, DeviceError, r"has compute capability 6\.1; kernels need 7\.0"),
+    ],
+)
+def test_a_gpu_that_cannot_run_a_rung_refuses_it(capability, rung, error, message, gpu_of):
+    gpu_of(*capability)
+    with pytest.raises(error, match=message) as raised:
+        Engine(GPU_MODEL, recipe=rung)
+    assert "\n" not in str(raised.value)
+
+
+# What several ranks can run: the rest is refused in a line, before any process starts.
+
+WRONG_HEADS = "does not divide the model's {} attention heads"
+EARLY = (RecipeError, "needs rung 'fused_append' or a later one")
+REFUSED = [
+    (OptionError, WRONG_HEADS.format(4), {"tensor_parallel_size": 3}),
+    (OptionError, WRONG_HEADS.format(6), {"tensor_parallel_size": 4, "model": "rose-tiny-qwen3"}),
+    (*EARLY, {"rung": "cuda_graph"}),
+    (*EARLY, {"rung": "resident_step"}),
+    (*EARLY, {"recipe": LADDER["packed_prefill"]}),
+    (RecipeError, "needs exhibit='none'", {"rung": "persistent_kernel"}),
+    (RecipeError, "needs numerics='fast'", {"deterministic": True}),
+    (RecipeError, "is a Triton kernel", {"recipe": replace(LADDER["split_kv"], all_reduce="one_shot")}),
+    (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
+    (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),
+    *((OptionError, "whole number from 1 to 64", {"tensor_parallel_size": n}) for n in (0, 65, 2.0, None)),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "options"), REFUSED)
+def test_what_ranks_cannot_run_is_refused_before_any_starts(error, message, options, monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "start_ranks", lambda *_: pytest.fail("a process would be started"))
+    with pytest.raises(error, match=message) as raised:
+        LLM(**{"tensor_parallel_size": 2, "device": "cpu"} | options)
+    assert "\n" not in str(raised.value)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceError, match="tensor_parallel_size 2 needs as many GPUs; this machine has 1"):
+        LLM(tensor_parallel_size=2, device="cuda")
+
+
+def test_ranks_run_the_rungs_from_fused_append_on():
+    first = list(RECIPES).index("fused_append")
+    for name in list(RECIPES)[first:]:
+        if RECIPES[name].exhibit == "none":
+            RECIPES[name].check_ranks(2)

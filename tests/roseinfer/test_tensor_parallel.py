@@ -1,4 +1,7 @@
-"""Several ranks give the tokens of one: fp32, processes of a CPU, gloo."""
+"""Several ranks give the tokens of one, whatever they are asked: fp32 on a CPU, gloo.
+
+The quick tests have a thread for each rank; processes are those of the slow ones and of ``test_ranks_end``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm import SamplingParams
+from rosellm.roseinfer.cache.device_state import FIELDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import MODERN, random_prompts, small_config
-from tests.roseinfer.ranks import logits_of, ranks_of, saved, tokens_of
+from tests.roseinfer.ranks import logits_of, ranks_of, saved, threaded_ranks, tokens_of
+from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
 
 N_TOKENS = 12
 VOCAB = 500
@@ -35,10 +42,12 @@ MIXED = [
 slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["rose-tiny", pytest.param("rose-tiny-qwen3", marks=slow)])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Engine, Engine]]:
     """One rank with ample room, and two with few KV blocks and a prefix cache."""
-    yield ranks_of(request.param, 1), ranks_of(request.param, 2, num_kv_blocks=24, prefix_cache=True)
+    options = {"block_size": 16, "max_batch_size": 8, "max_model_len": 240}
+    with threaded_ranks("rose-tiny", **options, num_kv_blocks=24, prefix_cache=True) as (two, _):
+        yield ranks_of("rose-tiny", 1), two
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(8, marks=slow)])
@@ -53,11 +62,10 @@ def test_logits_and_log_probabilities_are_those_of_the_whole_vocabulary(pair):
     params = replace(GREEDY, logprobs=3, max_tokens=4)
     for one, two in zip(*(OfflineScheduler(e).run(PROMPTS[:5], params) for e in pair), strict=True):
         for likely, found in zip(one.logprobs, two.logprobs, strict=True):
-            assert [(token, entry.rank) for token, entry in found.items()] == [
-                (token, entry.rank) for token, entry in likely.items()
-            ]
-            values = [entry.logprob for entry in likely.values()]
-            assert [entry.logprob for entry in found.values()] == pytest.approx(values, abs=1e-4)
+            assert list(found) == list(likely)
+            for token, entry in likely.items():
+                assert found[token].rank == entry.rank
+                assert found[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
 
 
 def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
@@ -69,12 +77,92 @@ def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
     assert texts[0] == texts[1]
 
 
+# Any program.
+
+SHAPE = small_config(**MODERN | {"vocab_size": VOCAB, "d_ff": 64, "eos_token_ids": (5,)})
+TIGHT = {"block_size": 8, "max_batch_size": 5, "max_model_len": 64, "prefix_cache": True}
+SHORT = [prompt[:30] for prompt in PROMPTS]
+SHORT += [PROMPTS[1][:20] + prompt[:9] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(SHAPE, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engines(model: str) -> Iterator[tuple[Engine, Engine, list[Engine]]]:
+    """One rank with ample room, rank 0 with hardly any, and rank 1."""
+    with threaded_ranks(model, **TIGHT, num_kv_blocks=12) as (leader, others):
+        yield ranks_of(model, 1, **TIGHT), leader, others
+
+
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.9]),
+    top_k=st.sampled_from([0, 0, 7]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.5]),
+    logprobs=st.sampled_from([None, None, 2]),
+    max_tokens=st.integers(1, 30),
+    seed=st.integers(0, 9),
+)
+some_requests = st.lists(st.tuples(st.sampled_from(SHORT), sampling_params), min_size=1, max_size=9)
+some_cancels = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)), max_size=3)
+
+
+def serve(engine: Engine, requests: list, cancels: list[tuple[int, int]]) -> list[list[int]]:
+    """Tokens of all requests; a cancel is a number of steps and an index of a request."""
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=40, prefill_chunk=16))
+    ids = [scheduler.add_request(prompt, params) for prompt, params in requests]
+    n_steps = 0
+    while scheduler.has_unfinished:
+        scheduler.step()
+        n_steps += 1
+        for step, index in cancels:
+            if step == n_steps and index < len(ids):
+                scheduler.cancel(ids[index])
+    engine.check_integrity()
+    return [scheduler.take_result(request_id).token_ids for request_id in ids]
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(some_requests, some_cancels)
+def test_any_program_gives_the_tokens_of_one_rank_and_leaves_both_in_one_state(engines, requests, cancels):
+    one, leader, others = engines
+    expected, found = serve(one, requests, []), serve(leader, requests, cancels)
+    cancelled = {index for _, index in cancels}
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours == theirs or (i in cancelled and ours == theirs[: len(ours)])
+    logits_of(leader, [[1, 2]], GREEDY, 0)  # rank 1's are among them, so it has run all that came before
+    states = [engine.step.worker.state.rows[:, :FIELDS] for engine in (leader, *others)]
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(
+    "when", ["later", *(pytest.param(when, marks=pytest.mark.slow) for when in ("at_start", "as_needed"))]
+)
+@pytest.mark.usefixtures("captured")
+def test_ranks_that_capture_their_steps_give_the_tokens_of_one(model, when):
+    mixed = [replace(params, max_tokens=6) for params in MIXED[:4]]
+    asked = (mixed[0], mixed)
+    expected = [tokens_of(ranks_of(model, 1, **TIGHT), SHORT[:4], params) for params in asked]
+    with threaded_ranks(model, **TIGHT, warm_up=when == "at_start") as (engine, _):
+        assert (engine.step.n_captured > 0) == (when == "at_start")
+        if when == "later":
+            engine.warm_up()
+        assert [tokens_of(engine, SHORT[:4], p) for p in asked] == expected
+        assert engine.step.n_captured > 0 and (engine.late_captures > 0) == (when == "as_needed")
+
+
+# Ranks of every kind, in processes.
+
 SIZES = {"n_heads": 8, "d_model": 64, "d_ff": 128, "vocab_size": VOCAB, "n_positions": 256, "head_dim": 8}
 GROUPED = small_config(**MODERN | SIZES)  # of two key-value heads
 ONE_SHOT = replace(LADDER["split_kv"], all_reduce="one_shot")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 # Name, ranks, and the options of all engines, then of several ranks alone.
 ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "two": (2, {"model": "rose-tiny-qwen3"}, {"num_kv_blocks": 24, "prefix_cache": True}),
     "four": (4, {"model": "rose-tiny"}, {}),
     "fewer_kv_heads": (4, {}, {}),
     "dummy_weights": (2, {"model": "rose-tiny", "load_format": "dummy"}, {}),

@@ -18,8 +18,8 @@ from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
 
 SHAPES = {
-    "gpt2": replace(KNOWN_SHAPES["gpt2"], n_layers=8, vocab_size=16_384),
-    "qwen3": replace(KNOWN_SHAPES["Qwen/Qwen3-0.6B"], n_layers=6, vocab_size=16_384, n_positions=1024),
+    "gpt2": replace(KNOWN_SHAPES["gpt2"], n_layers=4, vocab_size=8_192),
+    "qwen3": replace(KNOWN_SHAPES["Qwen/Qwen3-0.6B"], n_layers=3, vocab_size=8_192, n_positions=1024),
 }
 OFTEN = ("dense", "one_table", "fused_head", "small_gemm", "split_kv")
 RUNGS = [  # all but an exhibit

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rosellm.errors import OverloadError, PromptError, RoseError
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_prompts
 from tests.soak.fake_step import (
+    BEGINS,
     BLOCK,
     EOS,
     N_POSITIONS,
@@ -67,33 +67,7 @@ class Asked:
             assert {"cancelled": self.cancelled, "failed": self.failed}[output.finish_reason]
 
 
-class OnEngine(Driver):
-    """What drivers of an ``engine`` share."""
-
-    engine: Engine
-
-    def forget_prefixes(self, a: int = 0, b: int = 0) -> bool:
-        if self.engine.prefix_cache is None:
-            return False
-        self.seen["prefix hits"] += self.engine.prefix_cache.hits
-        self.engine.prefix_cache.clear()
-        return True
-
-    def check_holders(self, scheduler: OnlineScheduler) -> None:
-        """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
-        holders = [sequence.block_ids for sequence in scheduler.requests.values()]
-        if self.engine.prefix_cache is not None:
-            holders += self.engine.prefix_cache._entries.values()
-        self.engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
-
-    def assert_all_free(self) -> None:
-        """Every block, once the prefixes are forgotten."""
-        self.forget_prefixes()
-        self.engine.check_integrity()
-        assert self.engine.blocks.num_free_blocks() == self.engine.num_kv_blocks
-
-
-class SchedulerDriver(OnEngine):
+class SchedulerDriver(Driver):
     """Requests come, are cancelled and end over a small pool; the model under them is a function."""
 
     weights = {
@@ -134,28 +108,16 @@ class SchedulerDriver(OnEngine):
         self.running: dict[int, Asked] = {}
         self.ended: dict[int, RequestOutput] = {}  # and not taken
         self.fault_in: int | None = None
-        call_before(self.engine.step, self._raise_fault)
+        call_before(self.engine.step, self._raise_fault, (*BEGINS, "collect"))
 
     # Operations.
 
     def add(self, a: int, b: int) -> None:
-        prompt, params = prompt_of(a, b), params_of(a, b)
-        error = self._refusal([prompt], [params])
-        if error is not None:
-            self.refused(error, lambda: self.scheduler.add_request(prompt, params))
-        else:
-            self._note(self.scheduler.add_request(prompt, params), prompt, params)
+        self._add([prompt_of(a, b)], params_of(a, b))
 
     def add_many(self, a: int, b: int) -> None:
         """All or none of four; some of them may be too long for the cache."""
-        prompts = [prompt_of(a + i, b + 7 * i) for i in range(4)]
-        params = [params_of(a, b)] * 4
-        error = self._refusal(prompts, params)
-        if error is not None:
-            self.refused(error, lambda: self.scheduler.add_requests(prompts, params))
-            return
-        for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
-            self._note(request_id, prompt, params[0])
+        self._add([prompt_of(a + i, b + 7 * i) for i in range(4)], params_of(a, b))
 
     def step(self, a: int, b: int) -> bool:
         if not self.running:
@@ -201,10 +163,17 @@ class SchedulerDriver(OnEngine):
         self.refused(RoseError, lambda: self.scheduler.take_result(request_id))
 
     def fault(self, a: int, b: int) -> bool:
-        """A step that is begun soon will raise."""
+        """A step that is begun or collected soon will raise."""
         if self.fault_in is not None:
             return False
-        self.fault_in = a % 4
+        self.fault_in = a % 8
+        return True
+
+    def forget_prefixes(self, a: int = 0, b: int = 0) -> bool:
+        if self.engine.prefix_cache is None:
+            return False
+        self.seen["prefix hits"] += self.engine.prefix_cache.hits
+        self.engine.prefix_cache.clear()
         return True
 
     @one_of("running")
@@ -233,7 +202,10 @@ class SchedulerDriver(OnEngine):
         assert self.scheduler.n_waiting + self.scheduler.n_active == len(self.running)
         assert self.scheduler.has_unfinished == bool(self.running)
         assert self.scheduler.n_active <= self.scheduler.max_batch_size
-        self.check_holders(self.scheduler)
+        holders = [sequence.block_ids for sequence in self.scheduler.requests.values()]
+        if self.engine.prefix_cache is not None:
+            holders += self.engine.prefix_cache.entries.values()
+        self.engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
 
     def end(self) -> None:
         self.fault_in = None
@@ -243,8 +215,9 @@ class SchedulerDriver(OnEngine):
             self.apply("step", 0, 0)
         assert not self.running, f"{len(self.running)} requests never end"
         self.seen["preemptions"] += self.scheduler.preemptions
+        self.forget_prefixes()
         self.check()
-        self.assert_all_free()
+        assert self.engine.blocks.num_free_blocks() == self.engine.num_kv_blocks
         assert self.engine.budget.reserved == 0
 
     # The model.
@@ -253,23 +226,24 @@ class SchedulerDriver(OnEngine):
     def known(self) -> list[int]:
         return [*self.running, *self.ended]
 
-    def _note(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
-        assert request_id not in self.running
-        self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
-
-    def _refusal(
-        self, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> type[OverloadError] | type[PromptError] | None:
+    def _add(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        longest = max(map(len, prompts)) + params.max_tokens - 1
         if len(self.running) + len(prompts) > MOST_IN_FLIGHT:
-            return OverloadError
-        lengths = [len(prompt) + own.max_tokens - 1 for prompt, own in zip(prompts, params, strict=True)]
-        return PromptError if max(lengths) > self.engine.num_kv_blocks * BLOCK else None
+            self.refused(OverloadError, lambda: self.scheduler.add_requests(prompts, params))
+        elif longest > self.engine.num_kv_blocks * BLOCK:
+            self.refused(PromptError, lambda: self.scheduler.add_requests(prompts, params))
+        else:
+            for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
+                assert request_id not in self.running
+                self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
 
     def _raise_fault(self) -> None:
         if self.fault_in is None:
             return
         if self.fault_in == 0:
             self.fault_in = None
+            for sequence in self.scheduler._active[: self.engine.budget.free]:
+                self.engine.blocks.reserve_prompt(sequence.block_ids, 1)  # the step was half begun
             raise FaultError("a step is made to fail")
         self.fault_in -= 1
 

@@ -28,9 +28,6 @@ LARGEST = 2**63 - 1
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 
 
-# Rows and views.
-
-
 # A row as bytes.
 
 

@@ -10,6 +10,7 @@ import torch
 
 from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.engine import KVBlockManager
 
 LAYERS, HEADS, DIM, BLOCK, POOL = 2, 2, 3, 4, 9
 
@@ -31,21 +32,59 @@ def test_an_append_writes_its_slots_only():
     assert torch.equal(manager.v_cache.isnan(), ~written)
 
 
-def test_errors_name_the_counts():
-    manager, mine = make_manager(2), []
+def test_an_error_names_the_counts():
     with pytest.raises(KVCacheExhausted, match="needs 3 more blocks and 2 of 2 are free"):
-        manager.reserve_prompt(mine, 3 * BLOCK)
-    manager.reserve_prompt(mine, 1)
-    manager.incref_blocks(mine)
-    with pytest.raises(KVCacheExhausted, match="needs 2 more blocks and 1 of 2 are free"):  # one is a clone
-        manager.reserve_prompt(mine, BLOCK)
-    with pytest.raises(KeyError, match="has 2 holders; 3 cannot be removed"):
-        manager.free_blocks(mine * 3)
+        make_manager(2).reserve_prompt([], 3 * BLOCK)
 
+
+# With a pool for each layer, as callers without an engine use it.
+
+
+@pytest.fixture
+def layered() -> KVBlockManager:
+    return KVBlockManager(LAYERS, HEADS, DIM, BLOCK, 2, "cpu", torch.float32)
+
+
+def append(layered: KVBlockManager, layer: int, ids: list[int], *values: float) -> None:
+    for value in values:
+        token = torch.full((HEADS, DIM), float(value))
+        layered.append_token(layer, ids, token, -token)
+
+
+def test_each_layer_has_all_its_blocks_whatever_the_others_hold(layered):
+    lists: list[list[int]] = [[], []]
+    for layer, ids in enumerate(lists):
+        append(layered, layer, ids, *range(2 * BLOCK))
+    assert sorted(lists[0] + lists[1]) == list(range(LAYERS * 2))
+    for layer, ids in enumerate(lists):
+        infos = [layered.info(block_id) for block_id in ids]
+        assert [(one.layer, one.start) for one in infos] == [(layer, 0), (layer, BLOCK)]
+        with pytest.raises(KVCacheExhausted):
+            append(layered, layer, ids, 5.0)
+        keys = torch.cat([layered.k_cache[layer, one.block_index, 0, :, 0] for one in infos])
+        assert keys.tolist() == list(range(2 * BLOCK))
+        assert torch.equal(layered.v_cache[layer], -layered.k_cache[layer])
+
+
+def test_a_block_is_cloned_and_freed_in_its_own_layer(layered):
+    mine: list[int] = []
+    append(layered, 1, mine, 1.0, 2.0)
+    theirs = list(mine)
+    layered.incref_blocks(theirs)
+    append(layered, 1, mine, 3.0)
+    assert mine != theirs and [layered.info(ids[0]).length for ids in (theirs, mine)] == [2, 3]
+    layered.free_blocks(theirs + mine)
+    assert layered.num_free_blocks(1) == 2
+    with pytest.raises(KeyError):
+        layered.free_blocks(theirs)
+
+
+# Memory.
 
 RESIDENT = """
 import psutil, torch
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.engine import KVBlockManager
 resident = lambda: psutil.Process().memory_info().rss
 before = resident()
 blocks = KVBlocks(8, 8, 64, 16, 2048, "cpu", torch.{dtype})

@@ -17,38 +17,7 @@ from tests.helpers import (
     uncached_greedy,
 )
 
-BLOCK = 4
 MODEL = random_model(seed=5)
-BOTH_RUNGS = pytest.mark.parametrize("rung", ["resident_step", "split_kv"])
-
-
-def serve_and_release(prompts: list[list[int]]) -> PrefixCache:
-    """A cache that holds these prompts, whose requests have ended."""
-    blocks = KVBlocks(1, 1, 1, BLOCK, 1000, "cpu", torch.float32)
-    cache = PrefixCache(blocks)
-    for prompt in prompts:
-        n_matched, block_ids = cache.match(prompt)
-        blocks.reserve_prompt(block_ids, len(prompt) - n_matched)
-        cache.insert(prompt, block_ids)
-        blocks.free_blocks(block_ids)
-    return cache
-
-
-def test_evictable_blocks_are_known_without_looking_at_any(monkeypatch):
-    class Untouched(dict):
-        """Entries that may not be gone through."""
-
-        def values(self):
-            raise AssertionError("the entries are gone through")
-
-        items = __iter__ = values
-
-    cache, looked_at = serve_and_release([[start] * 8 for start in range(20)]), []
-    monkeypatch.setattr(cache.blocks, "ref_count", looked_at.append)
-    monkeypatch.setattr(cache, "holdings", lambda: looked_at.append("all"))
-    cache._entries = Untouched(cache._entries)
-    assert cache.num_evictable() == 40
-    assert looked_at == []
 
 
 def test_lookup_compares_a_query_with_few_entries():
@@ -61,7 +30,11 @@ def test_lookup_compares_a_query_with_few_entries():
             compared.append(other)
             return int(self) == int(other)
 
-    cache = serve_and_release([[1, 2, 3, *rest] for rest in random_prompts([4] * 500)])
+    cache = PrefixCache(KVBlocks(1, 1, 1, 4, 1001, "cpu", torch.float32))
+    for rest in random_prompts([4] * 500):
+        block_ids: list[int] = []
+        cache.blocks.reserve_prompt(block_ids, 7)
+        cache.insert([1, 2, 3, *rest], block_ids)
     n_matched, _ = cache.match([Token(t) for t in (1, 2, 3, 200, 201)])
     assert n_matched == 3
     assert len(compared) < 100
@@ -92,7 +65,7 @@ def test_a_step_evicts_for_a_shared_last_block_that_it_has_to_clone():
     assert decode_all(engine, [one]) == [uncached_greedy(MODEL, one.prompt, 4)]
 
 
-@BOTH_RUNGS
+@pytest.mark.parametrize("rung", ["resident_step", "split_kv"])
 def test_a_prompt_evicts_for_the_blocks_that_its_match_does_not_bring(rung):
     engine = small_engine(MODEL, recipe=rung, prefix_cache=True, num_kv_blocks=6)
     stem, other = random_prompts([16, 9])

@@ -22,10 +22,10 @@ def greedy(max_tokens: int = 8, **others) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
 
 
-def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
-    changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
-    options = {"recipe": "resident_step"} | options
-    return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
+def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, n_positions: int = 64, **options) -> Engine:
+    vocab_size = tokenizer.vocab_size if tokenizer else 101
+    model = random_model(seed, small_config(vocab_size=vocab_size, n_positions=n_positions))
+    return small_engine(model, **{"tokenizer": tokenizer, "recipe": "resident_step"} | options)
 
 
 def run_to_end(scheduler: OnlineScheduler) -> None:
@@ -46,22 +46,19 @@ class Calls:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, list[int]]] = []
         self.chunks: list[list[int]] = []
-        begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
-
-        def spy_prefill(sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
-            self.log.append(("prefill", [s.request_id for s in sequences]))
-            self.chunks.append(counts)
-            return begin_prefill(sequences, counts)
-
-        def spy_decode(sequences: list[Sequence]) -> int:
-            self.log.append(("decode", [s.request_id for s in sequences]))
-            return begin_decode(sequences)
-
-        monkeypatch.setattr(engine, "begin_prefill", spy_prefill)
-        monkeypatch.setattr(engine, "begin_decode", spy_decode)
+        for name in ("prefill", "decode"):
+            monkeypatch.setattr(engine, f"begin_{name}", self._seen(name, getattr(engine, f"begin_{name}")))
 
     def of(self, name: str) -> list[list[int]]:
         return [ids for called, ids in self.log if called == name]
+
+    def _seen(self, name: str, begin: Callable) -> Callable:
+        def see_and_begin(sequences: list[Sequence], *counts: list[int]) -> object:
+            self.log.append((name, [s.request_id for s in sequences]))
+            self.chunks += counts
+            return begin(sequences, *counts)
+
+        return see_and_begin
 
 
 def outcome(read: Callable[[], object]) -> object:

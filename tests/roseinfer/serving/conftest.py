@@ -7,8 +7,7 @@ import pytest
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.rosetrainer.bpe import train_tokenizer
-from tests.helpers import random_model, small_config, small_engine
-from tests.roseinfer.serving.common import WORDS
+from tests.roseinfer.serving.common import WORDS, engine_of
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +17,4 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> Engine:
-    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=1100)
-    return small_engine(random_model(3, config), tokenizer=tokenizer, recipe="resident_step")
+    return engine_of(3, tokenizer, n_positions=1100)

@@ -1,4 +1,4 @@
-"""The schedulers: same tokens as alone, who is admitted when, and what a request that ends leaves behind."""
+"""The schedulers beside ``tests/soak``: who is admitted when, who gives up blocks, and what is measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections import Counter
 
 import pytest
 
-from rosellm.errors import RoseError
+from rosellm.errors import PromptError
+from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics
+from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from tests.helpers import random_prompts, uncached_greedy
-from tests.late_step import run_late
+from tests.helpers import random_model, random_prompts, small_config, small_engine
 from tests.roseinfer.serving.common import Calls, assert_all_free, engine_of, greedy, run_to_end
+from tests.soak.fake_step import VOCAB, fake_engine, tokens_after
 
 # Admission
 
@@ -32,7 +34,6 @@ def test_budgets_of_batch_and_tokens_are_respected(monkeypatch):
     assert computed == {request: len(prompt) for request, prompt in zip(requests, prompts, strict=True)}
     assert max(len(batch) for batch in calls.of("decode")) <= 9
     assert calls.chunks[:3] == [[4, 4, 2], [2, 4, 1], [1, 1, 1]]
-    assert [40] not in calls.chunks and [10] in calls.chunks
 
 
 @pytest.mark.parametrize("policy", ["fifo", "pack"])
@@ -57,26 +58,29 @@ def of_lengths(*lengths: int) -> list[list[int]]:
     return [[i + 1] * n for i, n in enumerate(lengths)]
 
 
-def test_fifo_admits_strictly_in_order(monkeypatch):
-    engine = engine_of(num_kv_blocks=5)
-    calls = Calls(engine, monkeypatch)
-    OfflineScheduler(engine).run(of_lengths(20, 30, 1), greedy(4))
-    assert calls.chunks == [[20], [30], [1]]  # the third would fit at once, and waits behind the second
+PACK = {"admission_policy": "pack"}
+PACKED = [[3, 4, 5], [1, 11], [1]]
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options", "chunks"),
+    ("lengths", "n_blocks", "options", "chunks"),
     [
-        ((12, 5, 3, 4, 1), {"prefill_token_budget": 12, "pack_lookahead": 4}, [[3, 4, 5], [1, 11], [1]]),
-        ((5, 4, 3, 1), {"prefill_max_batch_size": 1, "fifo_every": 2}, [[1], [5], [3], [4]]),
+        ((20, 30, 1), 5, {}, [[20], [30], [1]]),  # the third would fit at once, and waits behind the second
+        (
+            (12, 5, 3, 4, 1),
+            64,
+            PACK | {"prefill_token_budget": 12, "pack_lookahead": 4},
+            [[3, 4, 5], [1, 11], [1]],
+        ),
+        ((5, 4, 3, 1), 64, PACK | {"prefill_max_batch_size": 1, "fifo_every": 2}, [[1], [5], [3], [4]]),
     ],
-    ids=["the shortest of the look-ahead", "every second round in order"],
+    ids=["strictly in order", "the shortest of the look-ahead", "every second round in order"],
 )
-def test_pack_admits(monkeypatch, lengths, options, chunks):
-    engine = engine_of()
+def test_requests_are_admitted(monkeypatch, lengths, n_blocks, options, chunks):
+    engine = engine_of(num_kv_blocks=n_blocks)
     calls = Calls(engine, monkeypatch)
-    config = SchedulerConfig(admission_policy="pack", **options)
-    OfflineScheduler(engine, config).run(of_lengths(*lengths), greedy(2))
+    prompts = [[i + 1] * n for i, n in enumerate(lengths)]
+    OfflineScheduler(engine, SchedulerConfig(**options)).run(prompts, greedy(4))
     assert calls.chunks == chunks
 
 
@@ -99,19 +103,15 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt):
 def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_somebody_does(
     run_ahead, monkeypatch
 ):
-    engine = engine_of(num_kv_blocks=40)
-    prompts = random_prompts([40, 36, 3])
-    expected = [
-        uncached_greedy(engine.model, prompt, n) for prompt, n in zip(prompts, (20, 3, 4), strict=True)
-    ]
-    if run_ahead:
-        run_late(engine, run_ahead)
+    engine = fake_engine(run_ahead, num_kv_blocks=40)
+    prompts, counts = random_prompts([12, 36, 3], vocab_size=VOCAB), (20, 3, 4)
+    expected = [list(tokens_after(tuple(prompt))[:n]) for prompt, n in zip(prompts, counts, strict=True)]
     calls = Calls(engine, monkeypatch)
     scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=7))
     ids = [scheduler.add_request(prompts[0], greedy(20))]
     while scheduler.decode_steps < 2:
         scheduler.step()
-    assert calls.chunks == [[40]]
+    assert calls.chunks == [[12]]
     n_begun = len(calls.log)
     ids += [scheduler.add_request(prompt, greedy(n)) for prompt, n in zip(prompts[1:], (3, 4), strict=True)]
     run_to_end(scheduler)
@@ -126,52 +126,20 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
 # Ends
 
 
-@pytest.mark.parametrize(
-    ("where", "error", "reasons"),
-    [
-        ("prefill", RuntimeError, ["length", "failed", "failed"]),
-        ("decode", KeyboardInterrupt, ["failed", "failed", "length"]),
-        ("collect", RoseError, ["failed", "failed", "length"]),
-    ],
-)
-def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(where, error, reasons, monkeypatch):
-    engine = engine_of()
-    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
-    requests = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
-    scheduler.step()
-
-    def fail_halfway(*_: object) -> None:
-        engine.blocks.reserve_prompt(scheduler.requests[requests[1]].block_ids, 3)
-        raise error("no luck")
-
-    owner, name = (engine.step, where) if where == "collect" else (engine, f"begin_{where}")
-    with monkeypatch.context() as broken:
-        broken.setattr(owner, name, fail_halfway)
-        with pytest.raises(error, match="no luck"):
-            scheduler.step()
-    assert_all_free(engine)
-    run_to_end(scheduler)
-    outputs = [scheduler.take_result(request) for request in requests]
-    assert [output.finish_reason for output in outputs] == reasons
-    if reasons[2] == "length":  # it was waiting
-        assert outputs[2].token_ids == uncached_greedy(engine.model, [3], 9)
-
-
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead):
-    engine = engine_of()
-    late = run_late(engine, run_ahead)
+    engine = fake_engine(run_ahead, num_kv_blocks=40)
     scheduler = OfflineScheduler(engine)
     request = scheduler.add_request([1, 2], greedy(9))
     begun = []
     while scheduler.has_unfinished:
         scheduler.step()
-        begun.append(len(late._begun))
+        begun.append(len(engine.step._begun))
     assert begun[: run_ahead + 1] == [*range(1, run_ahead + 1), run_ahead]
-    assert begun[-1] == 0 and late.idle == 1
+    assert begun[-1] == 0 and engine.step.idle == 1
     assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
     assert scheduler.decode_time_s == pytest.approx(8e-3)
-    assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+    assert scheduler.take_result(request).token_ids == list(tokens_after((1, 2))[:9])
 
 
 # Figures
@@ -188,9 +156,88 @@ def test_each_token_has_its_time_and_a_step_is_shared():
     assert 0 < scheduler.prefill_time_s < one.ttft
 
 
-def test_latency_figures_are_what_their_names_say():
-    metrics = RequestMetrics(10.0, [12.0, 13.0, 16.0])
-    assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.itl) == (2.0, 2.0, 6.0, [1.0, 3.0])
-    assert RequestMetrics(10.0, [12.0]).tpot is None
-    nothing = RequestMetrics(10.0)
-    assert (nothing.ttft, nothing.tpot, nothing.latency, nothing.itl) == (None, None, None, [])
+@pytest.mark.parametrize(
+    ("times", "figures"),
+    [
+        ([12.0, 13.0, 16.0], (2.0, 2.0, 6.0, [1.0, 3.0])),
+        ([12.0], (2.0, None, 2.0, [])),
+        ([], (None, None, None, [])),
+    ],
+)
+def test_latency_figures_are_what_their_names_say(times, figures):
+    metrics = RequestMetrics(10.0, times)
+    assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.itl) == figures
+
+
+# Preemption: a KV cache that runs dry.
+
+PROMPTS = random_prompts([3, 9, 1, 17, 8, 5, 12, 2], seed=3)
+N_TOKENS = 20
+MODEL = random_model(0)
+
+
+def run(prompts, params, **options) -> tuple[OfflineScheduler, list]:
+    engine = small_engine(MODEL, **options)
+    scheduler = OfflineScheduler(engine)
+    outputs = scheduler.run(prompts, params)
+    assert_all_free(engine)
+    return scheduler, outputs
+
+
+@pytest.mark.parametrize(
+    ("rung", "deterministic"), [("resident_step", False), (BEST_RUNG, False), (BEST_RUNG, True)]
+)
+def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, deterministic):
+    """In deterministic mode their tokens are decoded again, penalised as the first time."""
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6}
+    params = SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4, top_k=30, **penalties)
+    options = {"recipe": rung, "deterministic": deterministic}
+    ample, expected = run(PROMPTS, params, num_kv_blocks=64, **options)
+    tight, outputs = run(PROMPTS, params, num_kv_blocks=8, **options)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert tight.preemptions > 0 == ample.preemptions
+    assert sum(output.metrics.preemptions for output in outputs) == tight.preemptions
+    assert [len(output.metrics.token_times) for output in outputs] == [N_TOKENS] * len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_what_is_decoded_again_has_the_blocks_for_it_before_it_is_admitted():
+    model = random_model(0, small_config(n_positions=256))
+    engines = [small_engine(model, num_kv_blocks=40, deterministic=again) for again in (True, False)]
+    decoded_again, prefilled_again = schedulers = [OfflineScheduler(engine) for engine in engines]
+    for scheduler in schedulers:
+        scheduler.run([[1, 2, 3]] * 6, greedy(150))
+    # Not thirty times, by prefills that are given up at once.
+    assert 0 < decoded_again.preemptions < 5 * prefilled_again.preemptions
+
+
+def test_the_youngest_is_preempted_and_the_oldest_never_and_nobody_where_all_fit(monkeypatch):
+    is_youngest = []
+    preempt = OnlineScheduler._preempt
+
+    def spy(scheduler, sequence):
+        preempt(scheduler, sequence)
+        is_youngest.append(all(s.request_id < sequence.request_id for s in scheduler._active))
+
+    monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
+    tight, outputs = run([[1]] * 6, greedy(24), num_kv_blocks=6)  # each needs 3
+    assert all(is_youngest) and len(is_youngest) == tight.preemptions > 0
+    assert outputs[0].metrics.preemptions == 0
+    ends = [output.metrics.token_times[-1] for output in outputs]
+    assert ends == sorted(ends)
+    assert run([[1]] * 6, greedy(24), num_kv_blocks=18)[0].preemptions == 0
+
+
+def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
+    engine = small_engine(MODEL, num_kv_blocks=8, prefix_cache=True)
+    scheduler = OfflineScheduler(engine)
+    scheduler.run([[i] * 12 for i in range(3)], greedy(1))
+    assert len(engine.prefix_cache) == 3 and engine.blocks.num_free_blocks() == 2
+    scheduler.run([[7], [8]], greedy(30))  # 4 blocks each: all of the pool
+    assert scheduler.preemptions == 0 and len(engine.prefix_cache) < 3
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    engine = small_engine(MODEL, num_kv_blocks=3)
+    with pytest.raises(PromptError, match="needs 4 KV blocks of 8 tokens per layer; the cache has 3"):
+        OnlineScheduler(engine).add_request([1] * 10, greedy(16))

@@ -1,81 +1,132 @@
-"""The streaming manager: text in pieces to readers of several threads."""
+"""The streaming manager: every request's text comes in pieces to its reader, and ends exactly once."""
 
 from __future__ import annotations
 
 import math
+import random
+import subprocess
+import sys
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from queue import SimpleQueue
-from time import perf_counter
+from time import perf_counter, process_time
 
 import pytest
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving import streaming
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
+from rosellm.roseinfer.text import IncrementalText, LateText
 from tests.helpers import random_model, small_engine
-from tests.roseinfer.serving.common import WORDS, Calls, assert_all_free, greedy
-from tests.soak.fake_step import call_before
-from tests.soak.streaming_driver import Gate
+from tests.roseinfer.serving.common import ENDLESS, WORDS, Calls, assert_all_free, greedy, outcome
+from tests.soak.fake_step import POISON, Letters, call_before, fake_engine, poison, tokens_after
+from tests.soak.scheduler_driver import Asked, params_of, prompt_of
+
+WAIT_S = 100.0  # what nothing here comes near, unless it hangs
+BYTE = 256
 
 
-@pytest.mark.parametrize(("tokenize_workers", "stream_interval"), [(0, 1), (2, 5)])
-def test_readers_in_several_threads_get_the_text_of_an_offline_run(engine, tokenize_workers, stream_interval):
-    prompts = [WORDS[i : i + 4 + i % 7] for i in range(12)]
-    params = [greedy(3 + 4 * i % 23) for i in range(12)]
-    tokenizer = engine.tokenizer
-    expected = OfflineScheduler(engine).run([tokenizer.encode(p) for p in prompts], params)
-    config = SchedulerConfig(max_batch_size=5)
-    with (
-        StreamingManager(engine, config, tokenize_workers, stream_interval) as manager,
-        ThreadPoolExecutor(6) as clients,
-    ):
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
 
-        def client(i: int) -> tuple[str, int, list[int]]:
-            prompt = prompts[i] if i % 3 else tokenizer.encode(prompts[i])
-            request = manager.add_request(prompt, params[i])
-            pieces = list(manager.stream_text(request))
-            result = manager.result(request)
-            assert all(pieces)
-            assert result.request_id == request
-            assert result.text == "".join(pieces)
-            assert result.metrics is manager.metrics(request)
-            return result.text, len(pieces), result.token_ids
 
-        results = list(clients.map(client, range(12)))
-        assert not manager._readers
-    for (text, n_pieces, tokens), reference in zip(results, expected, strict=True):
-        assert (text, tokens) == (reference.text, reference.token_ids)
-        assert n_pieces <= -(-len(tokens) // stream_interval)
+# Text.
+
+
+class Client:
+    """Asks for requests at random and reads each to its end, or cancels it; what it gets is as it must be."""
+
+    def __init__(self, manager: StreamingManager, seed: int) -> None:
+        self.manager, self.draw = manager, random.Random(seed)
+
+    def ends(self, n_requests: int) -> list[str]:
+        return [
+            self.end_of_one(self.draw.randrange(BYTE), self.draw.randrange(BYTE)) for _ in range(n_requests)
+        ]
+
+    def end_of_one(self, a: int, b: int) -> str:
+        asked, text, params = expected(prompt_of(a, b), params_of(a, b), self.draw.randrange(40))
+        asked.cancelled = b % 4 == 0
+        is_text = a % 2 and not asked.cancelled
+        prompt = Letters().decode(asked.prompt) if is_text else asked.prompt
+        request = self.manager.add_request(prompt, params)
+        pieces = self.manager.stream_text(request)
+        read: list[str] = []
+        try:
+            if asked.cancelled:
+                read += islice(pieces, b % 3)
+                self.manager.cancel(request)
+            read += pieces
+            output = self.manager.result(request, WAIT_S)
+        except SamplingError as error:
+            assert POISON in str(error) and text.startswith("".join(read))
+            return "poisoned"
+        asked.judge(output)
+        assert output.request_id == request and output.metrics is self.manager.metrics(request)
+        is_cut = output.finish_reason != asked.reason
+        assert all(read) and "".join(read) == output.text
+        assert output.text == (Letters().decode(output.token_ids) if is_cut else text)
+        assert is_cut or len(read) <= -(-len(output.token_ids) // self.manager.stream_interval)
+        self.manager.forget(request)
+        return output.finish_reason
+
+
+def expected(prompt: list[int], params: SamplingParams, stop_at: int) -> tuple[Asked, str, SamplingParams]:
+    """A request, its whole text, and its parameters with the letters at ``stop_at``, if any, to stop at."""
+    asked = Asked.of(prompt, params, tokens_after(tuple(prompt)))
+    text = Letters().decode(asked.tokens[:-1] if asked.reason == "stop" else asked.tokens)
+    stop = text[stop_at : stop_at + 2]
+    if not stop:
+        return asked, text, params
+    n_before = text.index(stop)
+    stopped = Asked(prompt, asked.tokens[: n_before + len(stop)], "stop")
+    return stopped, text[:n_before], replace(params, stop=stop)
+
+
+@pytest.mark.parametrize(("run_ahead", "tokenize_workers", "stream_interval"), [(0, 0, 1), (3, 2, 5)])
+def test_every_client_of_many_threads_gets_the_text_of_its_requests_whoever_cancels_or_fails(
+    threads, run_ahead, tokenize_workers, stream_interval
+):
+    options = {"num_kv_blocks": 14, "max_batch_size": 5, "prefix_cache": True}
+    engine = fake_engine(run_ahead, **options, tokenizer=Letters())
+    config = SchedulerConfig(prefill_token_budget=7)
+    with StreamingManager(engine, config, tokenize_workers, stream_interval) as manager:
+        for request_id in range(10, 130, 20):
+            poison(engine, request_id)
+        clients = [Client(manager, seed) for seed in range(8)]
+        ends = Counter(end for own in threads.map(lambda client: client.ends(20), clients) for end in own)
+        assert ends.keys() == {"length", "stop", "cancelled", "poisoned"} and ends["poisoned"] <= 6
+        assert manager._scheduler.preemptions > 0 and not manager._readers and not manager._in_flight
     assert_all_free(engine)
 
 
-def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(engine):
-    gate = Gate()
-    call_before(engine.step, gate)
-    with StreamingManager(engine) as manager, ThreadPoolExecutor(3) as clients:
+def test_text_comes_while_the_request_runs_and_its_end_is_waited_for_as_long_as_one_likes(engine, threads):
+    may_begin = threading.Semaphore(1)  # the prefill
+    call_before(engine.step, may_begin.acquire)
+    with StreamingManager(engine) as manager:
         request = manager.add_request(WORDS, greedy(3))
-        gate.await_worker(lambda: False)
-        gate.let_through()  # the prefill
-        gate.await_worker(lambda: False)
         try:
             assert len(next(manager.stream_text(request))) > 0
             assert len(manager.metrics(request).token_times) == 1
-            for timeout in (0, 0.01):
-                with pytest.raises(RoseError, match=f"has not ended within {timeout} s"):
-                    manager.result(request, timeout)
-            for bad in (math.nan, -1, True):
-                with pytest.raises(RoseError, match=f"timeout is {bad}"):
-                    manager.result(request, bad)
+            with pytest.raises(RoseError, match="has not ended within 0.01 s"):
+                manager.result(request, 0.01)
             long = math.inf, 10**400, threading.TIMEOUT_MAX
-            results = [clients.submit(manager.result, request, timeout) for timeout in long]
+            results = [threads.submit(manager.result, request, timeout) for timeout in long]
             assert not wait(results, timeout=0.05).done
         finally:
-            gate.open()
-        assert [len(result.result(timeout=100).token_ids) for result in results] == [3] * 3
+            may_begin.release(9)
+        assert [len(result.result(timeout=WAIT_S).token_ids) for result in results] == [3] * 3
 
 
 def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_once(engine, monkeypatch):
@@ -96,6 +147,9 @@ def test_readers_of_single_requests_take_turns_and_an_inbox_gets_every_token_at_
     assert [[own.count(t) for t in sorted(set(own))] for own in times] == [[1, 11]] * 2 + [[1] * 12]
 
 
+# Requests added together.
+
+
 @pytest.mark.parametrize("tokenize_workers", [0, 2])
 def test_requests_added_together_get_what_they_get_one_by_one_of_one_prefill(
     engine, monkeypatch, tokenize_workers
@@ -107,9 +161,7 @@ def test_requests_added_together_get_what_they_get_one_by_one_of_one_prefill(
         alone = [manager.result(manager.add_request(*one)) for one in zip(prompts, params, strict=True)]
         calls.log.clear()
         together = manager.add_requests(prompts, params)
-        read = ["".join(manager.stream_text(request)) for request in together]
         assert [manager.result(request) for request in together] == alone
-        assert read == [one.text for one in alone]
         assert list(map(sorted, calls.of("prefill"))) == [sorted(together)] or tokenize_workers
         same = manager.add_requests(tuple(prompts), greedy(5))  # one for all
         assert [len(manager.result(request).token_ids) for request in same] == [5] * 4
@@ -137,20 +189,17 @@ def test_of_requests_added_together_none_is_queued_if_one_is_refused(engine, pro
 
 
 def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(engine, monkeypatch):
-    make, made = engine.make_sequence, []
+    make = engine.make_sequence
 
     def made_after_the_end_of_the_first(ids, params):
         manager.result(first, timeout=20)
-        made.append(ids)
         return make(ids, params)
 
     with StreamingManager(engine) as manager:
         first = manager.add_request([1], greedy(4))
         monkeypatch.setattr(engine, "make_sequence", made_after_the_end_of_the_first)
         requests = manager.add_requests([[2], [3], [4]], greedy(2))
-        assert [len(manager.result(request).token_ids) for request in requests] == [2, 2, 2]
-    assert made == [[2], [3], [4]]
-    assert_all_free(engine)
+        assert [manager.result(request).prompt_token_ids for request in requests] == [[2], [3], [4]]
 
 
 def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine):
@@ -162,9 +211,195 @@ def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine):
         prompts.clear()
         may_tokenize.set()
         assert [len(manager.result(request).token_ids) for request in requests] == [3, 3]
+
+
+def test_what_cannot_be_streamed_is_refused(engine):
+    with pytest.raises(RoseError, match="needs a tokenizer"):
+        StreamingManager(small_engine(random_model(0), recipe="dense"))
+    with StreamingManager(engine) as manager:
+        running = manager.add_request([1], ENDLESS)
+        with pytest.raises(RoseError, match="has not ended yet"):
+            manager.forget(running)
+
+
+# Ends.
+
+
+@contextmanager
+def tokenization_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Within: no text's tokenization ends; the event tells that one has begun."""
+    begun, go_on = threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def slow_encode(text: str, special: bool = True) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        return encode(text, special)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
+    try:
+        yield begun
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(("logprobs", "expected"), [(None, (None, None)), (3, ([], 0.0))])
+def test_a_request_cancelled_before_it_has_begun_has_no_tokens(engine, monkeypatch, logprobs, expected):
+    params = SamplingParams(max_tokens=9, logprobs=logprobs, stop="and")
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1), tokenize_workers=1) as manager:
+        manager.add_request([1], ENDLESS)
+        waiting = manager.add_request([2, 3], params)
+        with tokenization_held(engine, monkeypatch) as begun:
+            tokenizing = manager.add_request(WORDS, params)
+            assert begun.wait(10) and manager.cancel(tokenizing) and manager.cancel(waiting)
+            outputs = [manager.result(request, timeout=100) for request in (waiting, tokenizing)]
+        assert outputs[1].metrics is manager.metrics(tokenizing)
+    for output, prompt in zip(outputs, ([2, 3], []), strict=True):
+        assert (output.logprobs, output.cumulative_logprob) == expected
+        assert (output.prompt_token_ids, output.token_ids, output.text) == (prompt, [], "")
+        assert output.finish_reason == "cancelled"
     assert_all_free(engine)
 
 
-def test_an_engine_without_a_tokenizer_cannot_stream():
-    with pytest.raises(RoseError, match="needs a tokenizer"):
-        StreamingManager(small_engine(random_model(0), recipe="dense"))
+def test_a_client_that_cancels_without_pause_holds_up_nobody(engine, threads):
+    stop, flooding = threading.Event(), threading.Event()
+    with StreamingManager(engine) as manager:
+        manager.add_request([1], ENDLESS)
+
+        def flood() -> None:
+            while not stop.is_set():
+                request = manager.add_request([2], ENDLESS)
+                while manager.cancel(request):
+                    flooding.set()
+
+        flooded = threads.submit(flood)
+        assert flooding.wait(WAIT_S)
+        try:
+            assert len(manager.result(manager.add_request([3], greedy(5)), WAIT_S).token_ids) == 5
+        finally:
+            stop.set()
+        flooded.result(WAIT_S)
+
+
+def test_close_ends_every_request_of_clients_that_go_on_submitting(engine, threads):
+    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
+    under_way = threading.Semaphore(0)
+
+    def submit() -> list[int]:
+        accepted = []
+        while True:
+            try:
+                accepted.append(manager.add_request(WORDS, greedy(5)))
+            except ClosedError:
+                return accepted
+            under_way.release()
+
+    clients = [threads.submit(submit) for _ in range(8)]
+    for _ in range(50):
+        assert under_way.acquire(timeout=WAIT_S)
+    start = process_time()  # which other programs do not lengthen
+    manager.close()
+    assert process_time() - start < 2
+    accepted = [request for client in clients for request in client.result(WAIT_S)]
+    ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
+    assert any(isinstance(end, ClosedError) for end in ends)
+    assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
+    assert_all_free(engine)
+
+
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises it: no Exception."""
+
+
+def break_at(where: str, engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    owners = {"push": IncrementalText, "take": LateText, "collect": engine.step}
+    monkeypatch.setattr(owners.get(where, engine), where, broken)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("begin_prefill", RuntimeError("device lost")),
+        ("begin_decode", PromptError("poisoned")),
+        ("collect", MemoryError()),
+        ("release", KeyboardInterrupt()),
+        ("push", SystemExit(3)),
+        ("take", Unprintable()),
+    ],
+)
+def test_whatever_breaks_in_the_worker_reaches_all_who_wait_and_the_manager_is_dead(
+    engine, threads, where, error, monkeypatch
+):
+    break_at(where, engine, error, monkeypatch)
+    params = greedy(4, stop="never said" if where == "push" else None)
+    inbox: SimpleQueue = SimpleQueue()
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager:
+        read = manager.add_requests([[1]] * 3, params)
+        try:
+            followed = manager.add_requests([[1]] * 3, params, inbox)
+        except WorkerError:  # it may be dead already
+            followed = []
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in read + followed]
+        waits += [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in read]
+        ends = [wait.result(WAIT_S) for wait in waits]
+        assert all(isinstance(end, WorkerError) and end.__cause__ is error for end in ends)
+        assert sorted(inbox.get(timeout=WAIT_S) for _ in followed) == [(i, None) for i in followed]
+    with pytest.raises(WorkerError, match=f"failed .*{type(error).__name__}.*make a new") as told:
+        manager.add_request([1], greedy(1))
+    assert told.value.__cause__ is error
+
+
+def test_a_failure_while_closing_reaches_every_waiter(engine, monkeypatch):
+    manager = StreamingManager(engine)
+    request = manager.add_request([1], ENDLESS)
+    next(manager.stream_text(request))
+    break_at("release", engine, RuntimeError("device lost"), monkeypatch)
+    manager.close()
+    with pytest.raises(WorkerError, match="device lost"):
+        manager.result(request, WAIT_S)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no table"), Panic("in Rust")])
+def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(engine, error, monkeypatch):
+    encode = engine.tokenizer.encode
+
+    def broken(text: str, special: bool = True) -> list[int]:
+        if text == "bad":
+            raise error
+        return encode(text, special)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", broken)
+    with StreamingManager(engine, tokenize_workers=2) as manager:
+        bad, good = (manager.add_request(text, greedy(3)) for text in ("bad", WORDS))
+        for read in (lambda: manager.result(bad, WAIT_S), lambda: list(manager.stream_text(bad))):
+            with pytest.raises(RoseError, match=f"request {bad} failed .*{type(error).__name__}") as told:
+                read()
+        assert told.value.__cause__ is error
+        assert manager.result(good, WAIT_S).finish_reason == "length"
+
+
+LEFT_OPEN = """
+import sys
+from rosellm import LLM, SamplingParams
+from rosellm.roseinfer.serving.streaming import StreamingManager
+
+manager = StreamingManager(LLM(device="cpu"), tokenize_workers=1)
+long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+requests = [manager.add_request("some words", long) for _ in range(4)]
+next(manager.stream_text(requests[0]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_the_interpreter_s_exit_closes_a_manager_left_open():
+    left = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
+    assert (left.returncode, left.stdout, left.stderr) == (3, "", "")
