@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rosellm.lab.records import all_reduce, two_gpus
-from rosellm.lab.records.model_runs import ceiling_of
+from rosellm.lab.records.floors import Ceiling
 from rosellm.lab.records.records import Results, signed
 from rosellm.lab.scale.cluster import Fleet, simulate_cluster
 from rosellm.lab.scale.fitting import KINDS, Run, at_once, fit
@@ -103,7 +103,7 @@ def pair_checks(results: Results, achieved: Achieved) -> list[Check]:
 
 def _pair(results: Results, model: str, achieved: Achieved) -> Iterator[Check]:
     record, summed = two_gpus.recorded(results, model), all_reduce.recorded(results)
-    whole = Cut(read_arch(record["model_shape"]), ceiling_of(results))
+    whole = Cut(read_arch(record["model_shape"]), Ceiling.of(results.figures("ceilings")))
     for workloads in record["figures"].values():
         for name, sides in workloads.items():
             flags, scale = record["workloads"][name], 1.0

@@ -31,7 +31,7 @@ from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
 from rosellm.models.loading import LOAD_FORMATS
-from rosellm.roseinfer.recipe import RECIPES, recipe_choices
+from rosellm.roseinfer.recipe import recipe_choices
 
 
 @command
@@ -150,9 +150,7 @@ _NAMES = {"metavar": "NAME,NAME"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "repeats": _NUMBER | {"help": "measured runs, turns or samples of each side"},
     "workloads": _NAMES | {"type": listed(ALL_WORKLOADS), "help": "parts of the record"},
-    "rung": {"choices": tuple(RECIPES), "metavar": "NAME", "help": "default: the device's best"},
     "batches": _NUMBERS | {"help": "batch sizes"},
-    "context": _NUMBER | {"help": "cached tokens per sequence"},
     "lengths": _NUMBERS | {"help": "tokens of the prompts"},
     "tokens": _NUMBER | {"help": "tokens of all prompts of a length"},
     "seconds": _NUMBER | {"help": "seconds of arrivals at each rate"},

@@ -20,10 +20,10 @@ from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
 from rosellm.bench.prompts import largest_request, make_prompts, new_tokens, request_params
 from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import WORKLOADS, Workload
+from rosellm.errors import PromptError
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import RecordError, Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
-from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
@@ -213,19 +213,18 @@ def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
     yield BENCHMARK.measure(BENCHMARK.parse_options([*given, *of_model]), asked.gpt, asked.tokenizer)
 
 
-def _long_positions(_size: Size) -> int:
-    options = BENCHMARK.parse_options(long_prompt_options())
-    return sum(largest_request(options, options.prompt_tokens))
-
-
 def _refuse(asked: Asked, name: str) -> None:
-    """Raise ``RecordError`` if an existing record has chunk sizes that would be lost."""
+    """Raise ``PromptError`` for too few positions, ``RecordError`` if recorded chunk sizes would be lost."""
     path = asked.folder / f"{name}.json"
     before = Results(path.parent).load(name)["options"] if path.is_file() else {}
     had = [before.get("prefill_chunk"), *(before.get("long_prompt_chunks") or ())]
     if lost := [str(size) for size in had if size and size not in asked["chunks"]]:
         told = ", ".join(lost)
         raise RecordError(f"{path} would lose chunks of {told}: name them too, or choose another --output")
+    options = BENCHMARK.parse_options(long_prompt_options())
+    needed, there = sum(largest_request(options, options.prompt_tokens)), asked.arch.n_positions
+    if needed > there:
+        raise PromptError(f"{name} needs {needed} positions; the model has {there}")
 
 
 EXPERIMENTS = [
@@ -235,7 +234,6 @@ EXPERIMENTS = [
             name,
             partial(record_long_prompt, rung=rung),
             {"chunks": (LONG_CHUNK,)},
-            positions=_long_positions,
             refuse=partial(_refuse, name=name),
         )
         for name, rung in LONG_RECORDS.items()

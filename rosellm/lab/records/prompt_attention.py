@@ -22,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rosellm.bench.workloads import MODERN_MODEL
 from rosellm.errors import OptionError
-from rosellm.lab.records.earlier import in_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import number
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.arch import Arch
@@ -144,11 +143,12 @@ def measure(asked: Asked) -> Iterator[Record]:
     facts |= {"tokens": tokens, "dtype": str(DTYPES[asked.device]).removeprefix("torch.")}
     lengths = sorted(set(asked["lengths"]))
     parts = {str(n): partial(measure_length, arch, n, tokens, asked.where, asked["repeats"]) for n in lengths}
-    path, begun = asked.folder / f"{NAME}.json", asked.record(NAME, **facts, figures={})
-    for record, length, figures in in_parts(path, begun, parts, order=int):
-        yield record
+
+    def told(length: str, figures: dict[str, Any]) -> str:
         speeds = " · ".join(f"{name} {number(speed)}" for name, speed in tflop_s(figures).items())
-        print(f"{figures['prompts']} × {int(length):,}, TFLOP/s: {speeds}", flush=True)
+        return f"{figures['prompts']} × {int(length):,}, TFLOP/s: {speeds}"
+
+    yield from in_parts(asked, asked.record(NAME, **facts, figures={}), parts, told, order=int)
 
 
 def _refuse(asked: Asked) -> None:

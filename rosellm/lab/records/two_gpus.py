@@ -24,7 +24,6 @@ from rosellm.errors import DeviceError
 from rosellm.lab.records.all_reduce import two_gpus
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.runs import positions_of
 from rosellm.lab.records.turns import runs_in_turns
 from rosellm.models.families.table import write_arch
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -172,7 +171,7 @@ EXPERIMENTS = [
         partial(measure, kind=kind, workload=name),
         OPTIONS[kind],
         own_folder=True,
-        positions=partial(positions_of, workload=name),
+        workloads=[name],
         refuse=partial(_refuse, kind=kind),
     )
     for kind in KINDS

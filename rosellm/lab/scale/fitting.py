@@ -13,8 +13,7 @@ from rosellm.bench.arrivals import Arrival
 from rosellm.bench.prompts import make_prompts, new_tokens
 from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.records.model_runs import ceiling_of, recorded_models
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import Results, recorded_models
 from rosellm.lab.records.serving_times import non_negative
 from rosellm.lab.scale.cluster import Fleet, simulate_cluster
 from rosellm.lab.scale.routers import fewest_tokens
@@ -66,7 +65,7 @@ class Run:
 
 def read_runs(results: Results) -> list[Run]:
     """Return the recorded whole runs of the modern models on a device."""
-    ceiling = ceiling_of(results)
+    ceiling = Ceiling.of(results.figures("ceilings"))
     return [
         _run(model, Results(results.folder / model).load(workload), ceiling)
         for model in recorded_models(results)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rosellm.lab.records.earlier import kept_parts
+from rosellm.lab.records.experiment import kept_parts
 from rosellm.lab.records.records import RecordError
 
 ENVIRONMENT = {"device_name": "GPU", "git_commit": "abc", "time_utc": "2026-01-01T00:00:00"}
