@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rosellm.errors import DeviceError, OptionError, RoseError
+from rosellm.errors import DeviceError, RoseError
 from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import Results
 from rosellm.models.part import Part
@@ -188,16 +188,13 @@ def record(asked: Asked) -> Iterator[Record]:
 
 
 def plan_of(asked: Asked) -> Plan:
-    """Return what to measure. Raises ``RoseError`` for too few GPUs, or a part of a row."""
+    """Return what to measure. Raises ``DeviceError`` for too few GPUs."""
     there = torch.cuda.device_count() if asked.device == "cuda" else None
     n_ranks = asked["ranks"] or there or 2
     if there is not None and not 2 <= n_ranks <= there:
         raise DeviceError(f"{max(2, n_ranks)} ranks need as many GPUs; this machine has {there}")
-    sizes = asked["sizes_kb"] or (*SIZES_KB, PREFILL_KB[asked.device])
-    if bad := [kb for kb in sizes if kb * 1024 % ROW_BYTES]:
-        raise OptionError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
-    return Plan(n_ranks, asked.device, tuple(sorted(set(sizes))), asked["repeats"])
+    return Plan(n_ranks, asked.device, (*SIZES_KB, PREFILL_KB[asked.device]), asked["repeats"])
 
 
-DEFAULTS = {"ranks": None, "all_reduce": (), "sizes_kb": (), "repeats": 30}
+DEFAULTS = {"ranks": None, "all_reduce": (), "repeats": 30}
 EXPERIMENTS = [Experiment(NAME, record, DEFAULTS, model=None, refuse=plan_of)]

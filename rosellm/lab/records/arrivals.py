@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from rosellm.bench.arrivals import Arrival, poisson_times
-from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
+from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
 from rosellm.bench.prompts import largest_request, make_prompts, new_tokens, request_params
 from rosellm.bench.record import engine_facts
@@ -35,6 +35,8 @@ SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens
 SWITCHES = ("--no-prefix-cache", "--no-stop-on-eos", "--pretok")
 BEST = ("--paged-attn", "--cuda-graph")  # selects the device's best rung
 SHARES = (0.5, 0.8, 0.95)
+SECONDS = 5  # of arrivals at each rate
+LIMITS_S = 0.1, 0.02  # goodput's, on TTFT and ITL
 ROUNDS = 4  # requests per slot in the capacity run
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # batch sizes whose steps are timed
 FEW_PLACES = 16
@@ -77,12 +79,12 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
 
     limits_s: goodput's limits on TTFT and ITL.
     """
-    asked = BENCHMARK.parse_options(list(options))
+    limits = zip(("--ttft-limit-ms", "--itl-limit-ms"), limits_s, strict=True)
+    own = [text for name, seconds in limits for text in (name, str(seconds * 1e3))]
+    asked = BENCHMARK.parse_options([*options, *own])
+    (run,) = BENCHMARK.runs(asked).values()
     prompts = make_prompts(asked, engine.config.vocab_size)
-    job = Job(engine, prompts, request_params(asked), scheduler_config(asked))
-    times = tuple(arrival.seconds for arrival in arrivals_of(options))
-    load = StreamingLoad(times=times, ttft_limit_s=limits_s[0], itl_limit_s=limits_s[1])
-    return run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"][0]
+    return run(Job(engine, prompts, request_params(asked), scheduler_config(asked)))
 
 
 def watched_run(
@@ -126,22 +128,17 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(
-    engine: Engine, workload: Workload, seconds: float, limits_s: tuple[float, float]
-) -> dict[str, Any]:
-    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times.
-
-    seconds: how long requests arrive at each rate.
-    """
+def measure(engine: Engine, workload: Workload) -> dict[str, Any]:
+    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times."""
     most = workload.max_batch_size
-    live_run(engine, streaming_options(workload, most), limits_s)  # warm-up
+    live_run(engine, streaming_options(workload, most), LIMITS_S)  # warm-up
     options = streaming_options(workload, ROUNDS * most)
-    at_once = live_run(engine, options, limits_s)
+    at_once = live_run(engine, options, LIMITS_S)
     capacity, runs = ROUNDS * most / at_once["total_time_s"], []
     for share in SHARES:
         rate = share * capacity
-        options = streaming_options(workload, max(1, round(seconds * rate)), rate)
-        run = live_run(engine, options, limits_s)
+        options = streaming_options(workload, max(1, round(SECONDS * rate)), rate)
+        run = live_run(engine, options, LIMITS_S)
         runs.append({"share": share, "rate": rate, "options": options, **run})
         print(told(runs[-1]), flush=True)
     requests = arrivals_of(streaming_options(workload, most))
@@ -149,7 +146,7 @@ def measure(
     return {
         "capacity_req_s": capacity,
         "at_once": at_once,
-        "limits_s": limits_s,
+        "limits_s": LIMITS_S,
         "runs": runs,
         "times": times.as_dict(),
     }
@@ -201,7 +198,7 @@ def record(asked: Asked) -> Iterator[Record]:
     workload = asked.workload(WORKLOAD.id)
     options = streaming_options(workload, workload.max_batch_size)
     engine = streaming_engine(asked.gpt, asked.tokenizer, options)
-    figures = measure(engine, workload, asked["seconds"], asked["limits_ms"])
+    figures = measure(engine, workload)
     facts = {"model": asked.model, "size": asked.size.name, "lengths_of": WORKLOAD.id}
     yield asked.record("arrivals", **facts, **engine_facts(engine), figures=figures)
 
@@ -228,7 +225,7 @@ def _refuse(asked: Asked, name: str) -> None:
 
 
 EXPERIMENTS = [
-    Experiment("arrivals", record, {"seconds": 5, "limits_ms": (0.1, 0.02)}),
+    Experiment("arrivals", record),
     *(
         Experiment(
             name,

@@ -1,9 +1,9 @@
 """Compare causal attention over whole prompts with torch's libraries on the same shapes.
 
-Each length has as many prompts as make ``--tokens`` tokens. Our kernel reads queries, keys and values as
+Each length has as many prompts as make ``TOKENS`` tokens. Our kernel reads queries, keys and values as
 slices of one projection, and also stores keys and values into a paged cache; the libraries read contiguous
 tensors ``[B, H, T, D]``, and store nothing. All run in turns; a turn's calls follow each other on the device.
-The record is DIR/MODEL/prompt_attention.json; it keeps other lengths of the same commit.
+The record is DIR/MODEL/prompt_attention.json, rewritten after each length.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def measure(asked: Asked) -> Iterator[Record]:
     """Measure every length; print the result after each."""
-    arch, tokens = asked.arch, asked["tokens"]
+    arch, lengths = asked.arch, asked.size.contexts(*LENGTHS)
+    tokens = min(TOKENS, 4 * asked.size.prompt)
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}
     facts |= {"tokens": tokens, "dtype": str(DTYPES[asked.device]).removeprefix("torch.")}
-    lengths = sorted(set(asked["lengths"]))
     parts = {str(n): partial(measure_length, arch, n, tokens, asked.where, asked["repeats"]) for n in lengths}
 
     def told(length: str, figures: dict[str, Any]) -> str:
@@ -156,5 +156,4 @@ def _refuse(asked: Asked) -> None:
         raise OptionError(f"{asked.model} has a window of {window} tokens; prompts are compared without")
 
 
-DEFAULTS = {"lengths": LENGTHS, "tokens": TOKENS, "repeats": TURNS}
-EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, MODERN_MODEL, own_folder=True, refuse=_refuse)]
+EXPERIMENTS = [Experiment(NAME, measure, {"repeats": TURNS}, MODERN_MODEL, own_folder=True, refuse=_refuse)]

@@ -2,8 +2,7 @@
 
 A step is complete, as in ``step_time``: the model, the choice, and the transfer of logprobs to the host. The
 modes of a batch size alternate on one engine, except for those that compute all logits and sort them, which
-use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size; it keeps other
-batch sizes of the same commit.
+use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ def measure(asked: Asked) -> Iterator[Record]:
         each = (f"{name} {number(own)} ({own / us[GREEDY]:.2f})" for name, own in us.items())
         return f"B={batch}, µs (of greedy): {' · '.join(each)}"
 
-    parts = {str(batch): partial(batch_figures, batch) for batch in asked["batches"]}
+    parts = {str(batch): partial(batch_figures, batch) for batch in asked.size.batches(*BATCHES)}
     yield from in_parts(asked, asked.record(NAME, **facts, figures=figures), parts, told, "batches", int)
 
 
-EXPERIMENTS = [Experiment(NAME, measure, {"batches": BATCHES, "repeats": TURNS}, own_folder=True)]
+EXPERIMENTS = [Experiment(NAME, measure, {"repeats": TURNS}, own_folder=True)]

@@ -18,15 +18,22 @@ from tests.helpers import CPU
 from tests.lab.measuring import measured
 from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
 
-FEW = "--repeats=2", "--sizes-kb=8,32"
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two sizes instead of all."""
+    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
+    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
 
 
 @pytest.mark.slow
-def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(tmp_path) -> None:
+def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(
+    tmp_path, few
+) -> None:
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()
     assert all_reduce.recorded(alone) == {}
-    record = measured(tmp_path / "gpu-x2", "all_reduce", *FEW)
+    record = measured(tmp_path / "gpu-x2", "all_reduce", "--repeats=2")
     figures = record["figures"]
     assert record["kind"] == "all_reduce" and all_reduce.recorded(alone) == figures
     assert figures["ranks"] == 2 and figures["dtype"] == "float32"
@@ -38,8 +45,8 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_singl
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path) -> None:
-    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot", "--sizes-kb=8"
+def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, few) -> None:
+    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot"
     figures = measured(tmp_path, "all_reduce", *options)["figures"]
     assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
 
@@ -62,7 +69,7 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
     ids=["interrupted-while-ranks-load", "interrupted-while-they-measure", "killed-while-ranks-load"],
 )
 def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
-    endless = ("--device=cpu", "--repeats=1000000", "--sizes-kb=8", f"--output={tmp_path}")
+    endless = ("--device=cpu", "--repeats=1000000", f"--output={tmp_path}")
     with program("-m", "rosellm.lab.measure", "all_reduce", *endless) as process:
         ranks = spawned_by(process, 2)
         time.sleep(after_s)
@@ -75,12 +82,7 @@ def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_sum_in_every_way_and_one_shot_beats_the_library_for_one_row(tmp_path) -> None:
-    assert (
-        measure.main(
-            ["all_reduce", "--device=cuda", "--repeats=5", "--sizes-kb=8,512", f"--output={tmp_path}"]
-        )
-        == 0
-    )
+    assert measure.main(["all_reduce", "--device=cuda", "--repeats=5", f"--output={tmp_path}"]) == 0
     us = json.loads((tmp_path / "all_reduce.json").read_text())["figures"]["us"]
     assert set(us) == set(all_reduce.WAYS)
     assert us["one_shot"]["8"]["median"] < us["library"]["8"]["median"]

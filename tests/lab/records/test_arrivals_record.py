@@ -31,8 +31,12 @@ def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
-    record = measured(tmp_path, "arrivals", "--seconds=1", "--limits-ms=60000,60000")
+def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(arrivals, "SECONDS", 1)
+    monkeypatch.setattr(arrivals, "LIMITS_S", (60.0, 60.0))
+    record = measured(tmp_path, "arrivals")
     figures = record["figures"]
     assert record["kind"] == "arrivals" and record["rung"] and figures["limits_s"] == [60.0, 60.0]
     capacity, tokens = figures["capacity_req_s"], figures["at_once"]["completion_tokens"]

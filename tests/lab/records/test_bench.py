@@ -11,7 +11,6 @@ from rosellm.lab.records.bench import (
     forced_logits,
     make_prompts,
     run_recipe,
-    share_equal,
 )
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.trace import Event, Trace
@@ -136,7 +135,6 @@ def test_the_first_difference_is_told_with_the_gap_of_its_logits():
     expected[1, 1, 4:] = torch.tensor([3.0, 2.5])  # step 1, row 1
     found = bench.first_difference(expected, [[1, 2], [3, 4]], [[1, 2], [3, 5]])
     assert found == {"token": 1, "request": 1, "logit_gap": 0.5}
-    assert share_equal([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
 def test_mutable_metadata_is_cheaper_to_advance_than_tuples():

@@ -21,9 +21,12 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
-    options = "--model=rose-tiny", "--lengths=64,9", "--tokens=128", "--repeats=2"
-    record = measured(tmp_path, "prompt_attention", *options)
+def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(prompt_attention, "LENGTHS", (9, 64))
+    monkeypatch.setattr(prompt_attention, "TOKENS", 128)
+    record = measured(tmp_path, "prompt_attention", "--model=rose-tiny", "--repeats=2")
     (heads, _, head_dim), figures = record["heads"], record["figures"]
     for length, prompts in ((9, 14), (64, 2)):
         found = figures[str(length)]

@@ -86,16 +86,17 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
 
 
 @pytest.mark.slow
-def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
-    asked = "--model=rose-tiny-qwen3", "--batches=1,3", "--repeats=3"
-    record = measured(tmp_path, "sampling_steps", *asked)
+def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sampling_steps, "BATCHES", (3,))
+    monkeypatch.setattr(sampling_steps, "CONTEXT", 20)
+    record = measured(tmp_path, "sampling_steps", "--model=rose-tiny-qwen3", "--repeats=3")
     assert record["environment"]["device_name"] and record["model"] == "rose-tiny-qwen3"
     figures = record["figures"]
-    assert figures["context"] == 96 and figures["modes"]["top-p"]["wish"]["top_p"] == 0.9
+    assert figures["context"] == 20 and figures["modes"]["top-p"]["wish"]["top_p"] == 0.9
     for batch, modes in figures["batches"].items():
         assert list(modes) == list(modes_of(int(batch)))
         for one in modes.values():
             assert len(one["turns_us"]) == 3 and one["median_us"] == sorted(one["turns_us"])[1] > 0
     (steps,) = costs.recorded_modes(Results(tmp_path)).values()
-    assert list(steps) == [1, 3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
-    assert capsys.readouterr().out.count("B=") == 2
+    assert list(steps) == [3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
+    assert capsys.readouterr().out.count("B=") == 1
