@@ -10,11 +10,9 @@ import pytest
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
-from rosellm.lab.records import ablations, experiments, recordings, runs
-from rosellm.lab.records.experiment import Asked
+from rosellm.lab.records import ablations, experiments, runs
 from rosellm.lab.records.registry import DEFAULT, EXPERIMENTS, Job, plan
 from rosellm.lab.records.sizes import SIZES
-from rosellm.lab.records.step_time import StepTimes
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
@@ -71,6 +69,12 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anything_runs(asked,
     assert told in refusal(capsys, tmp_path, *asked.split())
 
 
+def test_a_record_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(experiments, "bookkeeping_cost", None)
+    (tmp_path / "bookkeeping.json").mkdir()
+    assert "is not a regular file" in refusal(capsys, tmp_path, "bookkeeping")
+
+
 @pytest.mark.slow
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
     known = {rung: LADDER[rung] for rung in ("dense", "autotune", "persistent_kernel", "paged")}
@@ -105,18 +109,6 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     left_out = figures["leave_one_out-W1"]
     assert {"none", "head", "runner"} <= set(left_out["tok_s"]) and "norm" in left_out["refused"]
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
-
-
-@pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
-def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
-    asked = Asked(SHIPPED, "auto", "cpu", SIZES[size], Path())
-    measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
-    monkeypatch.setattr(
-        recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
-    )
-    batch, context = sizes
-    expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
-    assert recordings.lengths(asked, 64) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from rosellm.bench.arrivals import poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.lab.records import arrivals
-from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.scale.simulation import simulated_run
@@ -99,20 +98,3 @@ def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     times = arrivals.times_of(engine, steps)
     made = simulated_run(arrivals.arrivals_of(options), times, 4)
     assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
-
-
-def test_what_is_recorded_is_found_by_model_and_before_that_nothing(tmp_path) -> None:
-    results = Results(tmp_path)
-    assert arrivals.recorded_servers(results) == {} == arrivals.recorded_long_prompt(results)
-    (tmp_path / "Qwen3").mkdir()
-    own = {"model": "gpt2", "max_batch_size": 256, "figures": {"capacity_req_s": 400.0}}
-    (tmp_path / "arrivals.json").write_text(json.dumps(own))
-    (tmp_path / "Qwen3" / "arrivals.json").write_text(json.dumps(own | {"model": "Qwen/Qwen3"}))
-    one = {"max_batch_size": 256, "capacity_req_s": 400.0}
-    assert list(arrivals.recorded_servers(results).items()) == [("Qwen3", one), ("gpt2", one)]
-    medians = {"itl_beside_p50_s": 0.01}
-    both = {"model": "Qwen/Qwen3", "results": {way: {"medians": medians} for way in ("chunked", "whole")}}
-    for name in ("long_prompt", "long_prompt_joined"):
-        (tmp_path / "Qwen3" / f"{name}.json").write_text(json.dumps(both))
-    ways = ("chunked", "whole", "joined, chunked", "joined, whole")
-    assert arrivals.recorded_long_prompt(results) == {"Qwen3": dict.fromkeys(ways, medians)}

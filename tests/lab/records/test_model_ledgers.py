@@ -7,7 +7,7 @@ import pytest
 
 from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, WORKLOADS
 from rosellm.lab import measure
-from rosellm.lab.records import experiment, model_ledgers, recordings
+from rosellm.lab.records import model_ledgers, recordings
 from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.ledger import Ledger, step_ledger
@@ -24,18 +24,6 @@ SHORT = {
 @pytest.fixture(scope="module")
 def tiny():
     return get_model(MODEL, "cpu")
-
-
-def shorten(monkeypatch) -> None:
-    for name, workload in SHORT.items():
-        monkeypatch.setitem(ALL_WORKLOADS, name, workload)
-
-
-def record(folder, *asked: str) -> tuple[int, dict]:
-    """The command's exit status, and the figures of its record."""
-    given = [f"--model={MODEL}", "--device=cpu", "--size=full", f"--output={folder}"]
-    status = measure.main(["ledgers", *given, f"--workloads={','.join(asked)}"])
-    return status, json.loads((folder / MODEL / "ledgers.json").read_text())["figures"]
 
 
 def test_mid_run_has_the_prompt_and_half_of_the_new_tokens_cached():
@@ -93,30 +81,14 @@ def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monke
         return workload_ledger(model, rung, workload)
 
     monkeypatch.setattr(recordings, "workload_ledger", out_of_memory)
-    shorten(monkeypatch)
-    status, figures = record(tmp_path, "D1", "L32K", "D8")
+    monkeypatch.setitem(ALL_WORKLOADS, "D8", SHORT["D8"])
+    given = [f"--model={MODEL}", "--device=cpu", "--size=full", f"--output={tmp_path}"]
+    status = measure.main(["ledgers", *given, "--workloads=D1,L32K,D8"])
+    figures = json.loads((tmp_path / MODEL / "ledgers.json").read_text())["figures"]
     said = capsys.readouterr()
     assert status != 0 and Ledger.from_dict(figures.pop("D8")).name == "split_kv" and not figures
     assert "D1: no ledger: RuntimeError: out of memory\n" in said.out and "L32K needs" in said.out
     assert "no ledger of D1, L32K" in said.err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_and_none_of_another_is_lost(
-    tmp_path, monkeypatch, capsys
-):
-    shorten(monkeypatch)
-    _, pair = record(tmp_path, "D8", "PRE")
-    _, after = record(tmp_path, "D8")
-    assert list(after) == ["D8", "PRE"] and after["PRE"] == pair["PRE"] and after["D8"] != pair["D8"]
-    path = tmp_path / MODEL / "ledgers.json"
-    whole = json.loads(path.read_text())
-    whole["environment"]["git_commit"] = "another"
-    path.write_text(json.dumps(whole))
-    monkeypatch.setattr(experiment, "get_parts", None)
-    assert record(tmp_path, "PRE") == (2, after)
-    told = f"{path} would lose D8, measured with another git_commit"
-    assert told in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.gpu
