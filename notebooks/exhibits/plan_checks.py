@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.records.records import Results, signed
+from rosellm.lab.records.records import Results, short_name, signed
 from rosellm.lab.scale.cluster import Fleet, simulate_cluster
 from rosellm.lab.scale.fitting import KINDS, Run, at_once, fit
 from rosellm.lab.scale.routers import fewest_tokens
@@ -98,25 +99,26 @@ def pair_checks(results: Results, achieved: Achieved) -> list[Check]:
     ``what`` is "1", "2", or "2 WAY", where WAY is the all-reduce of two ranks; runs whose WAY is missing from
     the record ``all_reduce`` are skipped. The other plan is scaled by the error of the one-GPU run.
     """
-    return [one for model in two_gpus.recorded_models(results) for one in _pair(results, model, achieved)]
+    recorded = [two_gpus.recorded(results, kind) for kind in two_gpus.KINDS]
+    models = sorted({model for own in recorded for model in own})
+    records = [record for model in models for own in recorded for record in own.get(model, {}).values()]
+    return [check for record in records for check in _pair(results, record, achieved)]
 
 
-def _pair(results: Results, model: str, achieved: Achieved) -> Iterator[Check]:
-    record, summed = two_gpus.recorded(results, model), all_reduce.recorded(results)
+def _pair(results: Results, record: dict[str, Any], achieved: Achieved) -> Iterator[Check]:
+    summed, flags, scale = all_reduce.recorded(results), record["flags"], 1.0
     whole = Cut(read_arch(record["model_shape"]), Ceiling.of(results.figures("ceilings")))
-    for workloads in record["figures"].values():
-        for name, sides in workloads.items():
-            flags, scale = record["workloads"][name], 1.0
-            for side, figures in sides.items():  # the single GPU comes first
-                n, _, way = side.partition(" ")
-                if way and way not in summed.get("us", {}):
-                    continue
-                cut = whole.on(int(n) if way else 1)
-                sums = read_sums(summed, *{way, all_reduce.LIBRARY}) if way else None
-                most = flags["max_batch_size"]
-                fleet = Fleet(1 if way else int(n), StepModel(cut, achieved, most, sums), most)
-                requests = at_once(Namespace(**flags, seed=0))
-                planned = simulate_cluster(requests, fleet, fewest_tokens()).seconds
-                measured = figures["medians"]["total_time_s"]
-                scale = measured / planned if side == "1" else scale
-                yield Check(model, name, side, measured, planned, scale * planned)
+    for side, figures in record["figures"].items():  # the single GPU comes first
+        n, _, way = side.partition(" ")
+        if way and way not in summed.get("us", {}):
+            continue
+        cut = whole.on(int(n) if way else 1)
+        sums = read_sums(summed, *{way, all_reduce.LIBRARY}) if way else None
+        most = flags["max_batch_size"]
+        fleet = Fleet(1 if way else int(n), StepModel(cut, achieved, most, sums), most)
+        requests = at_once(Namespace(**flags, seed=0))
+        planned = simulate_cluster(requests, fleet, fewest_tokens()).seconds
+        measured = figures["medians"]["total_time_s"]
+        scale = measured / planned if side == "1" else scale
+        names = short_name(record["model"]), record["workload"]
+        yield Check(*names, side, measured, planned, scale * planned)

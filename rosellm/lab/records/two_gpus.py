@@ -37,36 +37,22 @@ BLOCK_SIZE = 64
 SPARE_KV_BLOCKS = 8
 
 
-def recorded_models(results: Results) -> list[str]:
-    """Return the short names of the models recorded on two such GPUs."""
-    found = (path.parent.name for kind in KINDS for path in two_gpus(results).folder.glob(f"*/{kind}-*.json"))
-    return sorted(set(found))
-
-
-def recorded(results: Results, model: str) -> dict[str, Any]:
-    """Return the records of ``model``, by its short name, on two such GPUs; empty if there are none.
-
-    ``model_shape``; ``workloads``, by their flags; ``figures``: kind → workload → side → figures.
-    """
-    own = Results(two_gpus(results).folder / model)
-    names = [(kind, f"{kind}-{workload}") for kind in KINDS for workload in ALL_WORKLOADS]
-    records = [(kind, own.load(name)) for kind, name in names if name in own.names()]
-    if not records:
-        return {}
-    figures: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    for kind, record in records:
-        figures[kind][record["workload"]] = record["figures"]
-    return {
-        "model_shape": records[0][1]["model_shape"],
-        "workloads": {record["workload"]: record["flags"] for _, record in records},
-        "figures": figures,
-    }
+def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
+    """Return model → workload → its record of one of ``KINDS`` on two such GPUs, for models with any."""
+    found = {}
+    for folder in sorted(two_gpus(results).folder.glob("*/")):
+        own = Results(folder)
+        names = {workload: f"{kind}-{workload}" for workload in ALL_WORKLOADS}
+        found[folder.name] = {w: own.load(name) for w, name in names.items() if name in own.names()}
+    return {model: records for model, records in found.items() if records}
 
 
 def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
-    """Return model → workload → side → figures of one of ``KINDS``, for the models that have any."""
-    found = {model: recorded(results, model)["figures"][kind] for model in recorded_models(results)}
-    return {model: runs for model, runs in found.items() if runs}
+    """Return model → workload → side → figures of one of ``KINDS``."""
+    return {
+        model: {workload: record["figures"] for workload, record in records.items()}
+        for model, records in recorded(results, kind).items()
+    }
 
 
 def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:

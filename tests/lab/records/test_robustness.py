@@ -118,7 +118,7 @@ def test_invariance_asks_every_circumstance_with_and_without_the_mode():
 @pytest.fixture(scope="module")
 def pressure() -> dict:
     three = Workload("mine", num_requests=3, max_new_tokens=30, prompt_tokens=20)
-    return kv_pressure(MODEL, three, share=0.5, repeats=3, block_size=16, recipe=BEST_RUNG)
+    return kv_pressure(MODEL, three, share=0.5, repeats=2, block_size=16, recipe=BEST_RUNG)
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_tight_pool_has_room_for_one_request_at_least():
 def test_ratio_and_throughput_are_of_medians_of_all_repeats(pressure):
     for name in ("tight", "ample"):
         speeds = [run["total_throughput_tok_s"] for run in pressure[name]["repeats"]]
-        assert len(speeds) == 3 and pressure[name]["tok_s"] == median(speeds) > 0
+        assert len(speeds) == 2 and pressure[name]["tok_s"] == median(speeds) > 0
     assert pressure["ratio"] == pressure["tight"]["tok_s"] / pressure["ample"]["tok_s"]
     asked = {"requests": 3, "prompt_tokens": 20, "new_tokens": 30, "share": 0.5}
     assert {key: pressure[key] for key in asked} == asked
