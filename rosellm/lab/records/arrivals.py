@@ -22,7 +22,7 @@ from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.errors import PromptError
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.records import RecordError, Results
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer
@@ -107,7 +107,7 @@ def batches_to(most: int) -> list[int]:
 
 
 def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → ``measure``'s recorded figures, and the engine's ``max_batch_size``."""
+    """Return model → the recorded figures, and the engine's ``max_batch_size``."""
     records = results.by_model("arrivals")
     return {
         model: {"max_batch_size": one["max_batch_size"], **one["figures"]} for model, one in records.items()
@@ -126,40 +126,6 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
             own = {f"{joined}{way}": result["medians"] for way, result in record["results"].items()}
             found.setdefault(model, {}).update(own)
     return found
-
-
-def measure(engine: Engine, workload: Workload) -> dict[str, Any]:
-    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times."""
-    most = workload.max_batch_size
-    live_run(engine, streaming_options(workload, most), LIMITS_S)  # warm-up
-    options = streaming_options(workload, ROUNDS * most)
-    at_once = live_run(engine, options, LIMITS_S)
-    capacity, runs = ROUNDS * most / at_once["total_time_s"], []
-    for share in SHARES:
-        rate = share * capacity
-        options = streaming_options(workload, max(1, round(SECONDS * rate)), rate)
-        run = live_run(engine, options, LIMITS_S)
-        runs.append({"share": share, "rate": rate, "options": options, **run})
-        print(told(runs[-1]), flush=True)
-    requests = arrivals_of(streaming_options(workload, most))
-    times = measure_serving_times(engine, requests, batches_to(most))
-    return {
-        "capacity_req_s": capacity,
-        "at_once": at_once,
-        "limits_s": LIMITS_S,
-        "runs": runs,
-        "times": times.as_dict(),
-    }
-
-
-def told(run: dict[str, Any]) -> str:
-    """Describe a live run in one line."""
-    ms = {name: run[f"{name}_s"] * 1e3 for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
-    return (
-        f"{run['share']:.0%} of capacity, {run['rate']:.1f} requests/s: "
-        + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items())
-        + f"; within limits {run['within_limits_share']:.0%}"
-    )
 
 
 def long_prompt_options(
@@ -194,11 +160,29 @@ def long_prompt_options(
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure the capacity, runs at shares of it, and step times."""
+    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times."""
     workload = asked.workload(WORKLOAD.id)
-    options = streaming_options(workload, workload.max_batch_size)
-    engine = streaming_engine(asked.gpt, asked.tokenizer, options)
-    figures = measure(engine, workload)
+    most = workload.max_batch_size
+    few, many = (streaming_options(workload, n) for n in (most, ROUNDS * most))
+    engine = streaming_engine(asked.gpt, asked.tokenizer, few)
+    live_run(engine, few, LIMITS_S)  # warm-up
+    at_once = live_run(engine, many, LIMITS_S)
+    capacity, runs = ROUNDS * most / at_once["total_time_s"], []
+    for share in SHARES:
+        rate = share * capacity
+        options = streaming_options(workload, max(1, round(SECONDS * rate)), rate)
+        run = live_run(engine, options, LIMITS_S)
+        runs.append({"share": share, "rate": rate, "options": options, **run})
+        ttft, itl = (run[name] * 1e3 for name in ("ttft_p99_s", "itl_p99_s"))
+        print(f"{share:.0%} of capacity: p99 of TTFT {ttft:.2f} ms, of ITL {itl:.2f} ms", flush=True)
+    times = measure_serving_times(engine, arrivals_of(few), batches_to(most))
+    figures = {
+        "capacity_req_s": capacity,
+        "at_once": at_once,
+        "limits_s": LIMITS_S,
+        "runs": runs,
+        "times": times.as_dict(),
+    }
     facts = {"model": asked.model, "size": asked.size.name, "lengths_of": WORKLOAD.id}
     yield asked.record("arrivals", **facts, **engine_facts(engine), figures=figures)
 
@@ -210,29 +194,17 @@ def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
     yield BENCHMARK.measure(BENCHMARK.parse_options([*given, *of_model]), asked.gpt, asked.tokenizer)
 
 
-def _refuse(asked: Asked, name: str) -> None:
-    """Raise ``PromptError`` for too few positions, ``RecordError`` if recorded chunk sizes would be lost."""
-    path = asked.folder / f"{name}.json"
-    before = Results(path.parent).load(name)["options"] if path.is_file() else {}
-    had = [before.get("prefill_chunk"), *(before.get("long_prompt_chunks") or ())]
-    if lost := [str(size) for size in had if size and size not in asked["chunks"]]:
-        told = ", ".join(lost)
-        raise RecordError(f"{path} would lose chunks of {told}: name them too, or choose another --output")
+def _refuse(asked: Asked) -> None:
     options = BENCHMARK.parse_options(long_prompt_options())
     needed, there = sum(largest_request(options, options.prompt_tokens)), asked.arch.n_positions
     if needed > there:
-        raise PromptError(f"{name} needs {needed} positions; the model has {there}")
+        raise PromptError(f"a long prompt needs {needed} positions; the model has {there}")
 
 
 EXPERIMENTS = [
     Experiment("arrivals", record),
     *(
-        Experiment(
-            name,
-            partial(record_long_prompt, rung=rung),
-            {"chunks": (LONG_CHUNK,)},
-            refuse=partial(_refuse, name=name),
-        )
+        Experiment(name, partial(record_long_prompt, rung=rung), {"chunks": (LONG_CHUNK,)}, refuse=_refuse)
         for name, rung in LONG_RECORDS.items()
     ),
 ]

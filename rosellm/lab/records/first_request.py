@@ -129,12 +129,8 @@ def run_ratio(process: dict[str, Any]) -> float:
 def told(process: dict[str, Any]) -> str:
     """Describe a process in one line."""
     runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
-    late = sum(run["late_captures"] for run in process["runs"])
     way = "warm-up" if process["warm_up"] else "no warm-up"
-    return (
-        f"{way}, {process['cache']} cache: {construction_s(process):.1f} s of construction, "
-        f"{process['graphs']} graphs; runs of {runs} tok/s, {late} late captures"
-    )
+    return f"{way}, {process['cache']} cache: {construction_s(process):.1f} s to construct; {runs} tok/s"
 
 
 def record(asked: Asked) -> Iterator[Record]:

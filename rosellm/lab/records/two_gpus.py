@@ -147,15 +147,11 @@ def _refuse(asked: Asked, kind: str) -> None:
         import_ray()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    TENSOR_PARALLEL: {"repeats": 3, "all_reduce": ()},
-    REPLICAS: {"repeats": 3},
-}
 EXPERIMENTS = [
     Experiment(
         f"{kind}-{name}",
         partial(measure, kind=kind, workload=name),
-        OPTIONS[kind],
+        {"repeats": 3} | ({"all_reduce": ()} if kind == TENSOR_PARALLEL else {}),
         own_folder=True,
         workloads=[name],
         refuse=partial(_refuse, kind=kind),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from rosellm.bench.arrivals import poisson_times
@@ -14,7 +12,7 @@ from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.scale.simulation import simulated_run
 from rosellm.models.loading import load_parts
-from tests.lab.measuring import measured, refusal
+from tests.lab.measuring import measured
 
 LONG = "long_prompt", "long_prompt_joined"
 
@@ -62,14 +60,6 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
         assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
         assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
         assert record["recipe"]["exhibit"] == exhibit
-
-
-def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(tmp_path, capsys) -> None:
-    (tmp_path / "rose-tiny").mkdir()
-    path = tmp_path / "rose-tiny" / "long_prompt_joined.json"
-    path.write_text(json.dumps({"options": {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}}))
-    told = refusal(capsys, tmp_path, "long_prompt_joined", "--chunks=512,32")
-    assert f"{path} would lose chunks of 128" in told
 
 
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:

@@ -72,5 +72,5 @@ def test_the_record_has_each_process_with_an_empty_and_with_the_filled_cache(
         (False, "filled", 1.5),
     ]
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 9 and said[3].startswith("no warm-up, filled cache: 1.5 s of construction, 0 graphs")
-    assert said[3].endswith("runs of 100, 200, 300 tok/s, 6 late captures")
+    assert len(said) == 9
+    assert said[3] == "no warm-up, filled cache: 1.5 s to construct; 100, 200, 300 tok/s"
