@@ -8,6 +8,7 @@ of one or several sizes and whole; ``long_prompt_joined`` with prompts joined wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -80,7 +81,7 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
     limits_s: goodput's limits on TTFT and ITL.
     """
     limits = zip(("--ttft-limit-ms", "--itl-limit-ms"), limits_s, strict=True)
-    own = [text for name, seconds in limits for text in (name, str(seconds * 1e3))]
+    own = [f"{name}={seconds * 1e3}" for name, seconds in limits if seconds < math.inf]
     asked = BENCHMARK.parse_options([*options, *own])
     (run,) = BENCHMARK.runs(asked).values()
     prompts = make_prompts(asked, engine.config.vocab_size)
