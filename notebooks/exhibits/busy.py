@@ -9,7 +9,7 @@ from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GRID, PALE
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import name_of
-from rosellm.lab.records.notebooks import act_of
+from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS, Act
 from rosellm.lab.records.records import Results, find, number, results_folder
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
 
@@ -17,6 +17,12 @@ NAMES = "the GPU works", "the GPU waits"
 LONGER = "profiled kernels overlap less: busy time beyond the step is drawn as 100%"
 README_BATCH = 8
 INKS = {"light": "#3f464f", "dark": "#d0d7de"}
+
+
+def act_of(rung: str) -> Act | None:
+    """Return the act with the rung's notebook; None for a rung without one in the course."""
+    number = NOTEBOOKS.get(rung, "")[:2]
+    return next((act for act in ACTS if number in act.numbers), None)
 
 
 class Step(NamedTuple):

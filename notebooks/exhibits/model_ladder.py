@@ -9,10 +9,8 @@ from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.errors import RecipeError
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import name_of
-from rosellm.lab.records.model_runs import short_name
-from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us
-from rosellm.lab.records.step_records import step_shape
-from rosellm.lab.records.step_time import StepTimes, recorded_steps
+from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us, short_name
+from rosellm.lab.records.step_time import StepTimes, recorded_steps, step_shape
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.exhibits import load_exhibit

@@ -14,10 +14,17 @@ from rosellm.bench.workloads import MODEL_WORKLOADS, Workload
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.lines import log_ticks
 from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALETTE, TEXT
-from rosellm.lab.records.floors import prefill_floors_us
+from rosellm.lab.records.floors import Ceiling, prefill_floors_us
 from rosellm.lab.records.machines import name_of
-from rosellm.lab.records.model_runs import ceiling_of, recorded_models, short_name
-from rosellm.lab.records.records import LEASE_RIVAL, Results, modern_rivals, number, one_lease
+from rosellm.lab.records.records import (
+    LEASE_RIVAL,
+    Results,
+    modern_rivals,
+    number,
+    one_lease,
+    recorded_models,
+    short_name,
+)
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES, read_arch
 
@@ -65,7 +72,7 @@ def floor(results: Results, model: str, name: str) -> float | None:
     record = json.loads(path.read_text())
     arch, options = read_arch(record["model_shape"]), Namespace(**record["options"])
     prompts, new = [len(one) for one in make_prompts(options, vocab_size=2)], new_tokens(options)
-    ceiling, total = ceiling_of(results), sum(prompts)
+    ceiling, total = Ceiling.of(results.figures("ceilings")), sum(prompts)
     least = prefill_floors_us(arch, len(prompts), total / len(prompts), BYTES, ceiling)
     us = least["GEMM"] + least["head"]
     us += sum(prefill_floors_us(arch, 1, tokens, BYTES, ceiling)["attention"] for tokens in prompts)

@@ -19,8 +19,7 @@ from rosellm.bench.prompts import make_prompts, new_tokens
 from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.records.model_runs import ceiling_of, recorded_models
-from rosellm.lab.records.records import Results, signed
+from rosellm.lab.records.records import Results, recorded_models, short_name, signed
 from rosellm.lab.records.serving_times import non_negative
 from rosellm.models.families.table import read_arch
 from rosellm.roseinfer.exhibits import load_exhibit
@@ -73,7 +72,7 @@ class Run:
 
 def read_runs(results: Results) -> list[Run]:
     """Return the recorded whole runs of the modern models on a device."""
-    ceiling = ceiling_of(results)
+    ceiling = Ceiling.of(results.figures("ceilings"))
     return [
         _run(model, Results(results.folder / model).load(workload), ceiling)
         for model in recorded_models(results)
@@ -201,24 +200,25 @@ def pair_checks(results: Results, achieved: Achieved) -> list[Check]:
     ``what`` is "1", "2", or "2 WAY", where WAY is the all-reduce of two ranks; runs whose WAY is missing from
     the record ``all_reduce`` are skipped. The other plan is scaled by the error of the one-GPU run.
     """
-    return [one for model in two_gpus.recorded_models(results) for one in _pair(results, model, achieved)]
+    recorded = [two_gpus.recorded(results, kind) for kind in two_gpus.KINDS]
+    models = sorted({model for own in recorded for model in own})
+    records = [record for model in models for own in recorded for record in own.get(model, {}).values()]
+    return [check for record in records for check in _pair(results, record, achieved)]
 
 
-def _pair(results: Results, model: str, achieved: Achieved) -> Iterator[Check]:
-    record, summed = two_gpus.recorded(results, model), all_reduce.recorded(results)
-    whole = Cut(read_arch(record["model_shape"]), ceiling_of(results))
-    for workloads in record["figures"].values():
-        for name, sides in workloads.items():
-            flags, scale = record["workloads"][name], 1.0
-            for side, figures in sides.items():  # the single GPU comes first
-                n, _, way = side.partition(" ")
-                if way and way not in summed.get("us", {}):
-                    continue
-                cut = whole.on(int(n) if way else 1)
-                sums = _steps.read_sums(summed, *{way, all_reduce.LIBRARY}) if way else None
-                most = flags["max_batch_size"]
-                fleet = Fleet(1 if way else int(n), StepModel(cut, achieved, most, sums), most)
-                planned = simulate_cluster(at_once(Namespace(**flags, seed=0)), fleet).seconds
-                measured = figures["medians"]["total_time_s"]
-                scale = measured / planned if side == "1" else scale
-                yield Check(model, name, side, measured, planned, scale * planned)
+def _pair(results: Results, record: dict[str, Any], achieved: Achieved) -> Iterator[Check]:
+    summed, flags, scale = all_reduce.recorded(results), record["flags"], 1.0
+    whole = Cut(read_arch(record["model_shape"]), Ceiling.of(results.figures("ceilings")))
+    for side, figures in record["figures"].items():  # the single GPU comes first
+        n, _, way = side.partition(" ")
+        if way and way not in summed.get("us", {}):
+            continue
+        cut = whole.on(int(n) if way else 1)
+        sums = _steps.read_sums(summed, *{way, all_reduce.LIBRARY}) if way else None
+        most = flags["max_batch_size"]
+        fleet = Fleet(1 if way else int(n), StepModel(cut, achieved, most, sums), most)
+        planned = simulate_cluster(at_once(Namespace(**flags, seed=0)), fleet).seconds
+        measured = figures["medians"]["total_time_s"]
+        scale = measured / planned if side == "1" else scale
+        names = short_name(record["model"]), record["workload"]
+        yield Check(*names, side, measured, planned, scale * planned)

@@ -31,7 +31,7 @@ from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
 from rosellm.models.loading import LOAD_FORMATS
-from rosellm.roseinfer.recipe import RECIPES, recipe_choices
+from rosellm.roseinfer.recipe import recipe_choices
 
 
 @command
@@ -129,41 +129,18 @@ def listed(known: Any) -> Any:
     return parse_names
 
 
-def limits(text: str) -> tuple[float, float]:
-    """Parse milliseconds of TTFT and ITL, and return seconds; an argparse type."""
-    try:
-        ttft, itl = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not two numbers of milliseconds, such as 100,20"
-        ) from None
-    if not (ttft > 0 and itl > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: both limits must be above 0")
-    return ttft / 1e3, itl / 1e3
-
-
-_NUMBER = {"type": whole_number(1), "metavar": "N"}
-_NUMBERS = {"type": whole_numbers(INT32_MAX), "metavar": "N,N"}
 _NAMES = {"metavar": "NAME,NAME"}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "repeats": _NUMBER | {"help": "measured runs, turns or samples of each side"},
+    "repeats": {"type": whole_number(1), "metavar": "N", "help": "measured runs or turns of each side"},
     "workloads": _NAMES | {"type": listed(ALL_WORKLOADS), "help": "parts of the record"},
-    "rung": {"choices": tuple(RECIPES), "metavar": "NAME", "help": "default: the device's best"},
-    "batches": _NUMBERS | {"help": "batch sizes"},
-    "context": _NUMBER | {"help": "cached tokens per sequence"},
-    "lengths": _NUMBERS | {"help": "tokens of the prompts"},
-    "tokens": _NUMBER | {"help": "tokens of all prompts of a length"},
-    "seconds": _NUMBER | {"help": "seconds of arrivals at each rate"},
-    "limits_ms": {"type": limits, "metavar": "TTFT,ITL", "help": "goodput's limits in ms"},
-    "chunks": _NUMBERS | {"help": "tokens of a long prompt's chunks; the first is called chunked"},
+    "chunks": {
+        "type": whole_numbers(INT32_MAX),
+        "metavar": "N,N",
+        "help": "tokens of a long prompt's chunks; the first is called chunked",
+    },
     "old": {"metavar": "COMMIT", "help": "commit of this checkout to compare with"},
     "ranks": {"type": whole_number(2), "metavar": "N", "help": "default: all GPUs of this host; on a CPU 2"},
-    "all_reduce": {
-        "type": listed(recipe_choices()["all_reduce"]),
-        "metavar": "NAME,NAME",
-        "help": "ways to sum",
-    },
-    "sizes_kb": _NUMBERS | {"help": "sizes of the sums"},
+    "all_reduce": _NAMES | {"type": listed(recipe_choices()["all_reduce"]), "help": "ways to sum"},
 }
 
 

@@ -17,8 +17,7 @@ from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, names_of, why_lacking
 from rosellm.lab.records.recordings import STEPS
 from rosellm.lab.records.records import RecordError, Results, find, number, read_us
-from rosellm.lab.records.step_records import STEP_WORKLOADS
-from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
+from rosellm.lab.records.step_time import STEP_WORKLOADS, StepTimes, step_times, steps_of
 from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import WORKLOADS as VERDICTS, Verdict, verdicts
 from rosellm.roseinfer.recipe import LADDER

@@ -7,7 +7,7 @@ import pytest
 
 from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 from rosellm.lab.records.records import RecordError, Results, find, floor_us, modern_rivals
-from rosellm.lab.records.step_records import step_shape
+from rosellm.lab.records.step_time import step_shape
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.ledgers import ROWS, ledger_of

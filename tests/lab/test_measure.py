@@ -10,11 +10,9 @@ import pytest
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
-from rosellm.lab.records import experiments, recordings, rungs, step_records
-from rosellm.lab.records.experiment import Asked
+from rosellm.lab.records import ablations, experiments, runs
 from rosellm.lab.records.registry import DEFAULT, EXPERIMENTS, Job, plan
 from rosellm.lab.records.sizes import SIZES
-from rosellm.lab.records.step_time import StepTimes
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
@@ -45,25 +43,17 @@ def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_pyth
             "W1-dense W0-dense --size=full --model=rose-tiny",
             "W0-dense needs 513 positions; the model has 512",
         ),
-        ("W1-dense W1-autotune", "rung 'autotune' needs a GPU"),
+        ("W1-dense W1-autotune", "rung 'autotune': it needs a GPU"),
         (
             "W1-persistent_kernel --model=rose-tiny-qwen3",
             "rung 'persistent_kernel': exhibit='persistent_layers' cannot run a model of family qwen3",
         ),
         ("bookkeeping autotune", "autotune needs a GPU"),
-        ("lengths-64", "lengths-64 needs a GPU"),
-        ("bookkeeping grid --size=full --model=rose-tiny", "grid needs 1014 positions"),
-        ("counts --context=5", "counts takes no --context"),
         ("one_pass --repeats=0", "'0'"),
-        ("ledgers --workloads=W1", "'W1' is unknown; use D1"),
-        *((f"arrivals --limits-ms={one}", one) for one in ("5", "a,b", "0,4", "1,2,3", "nan,1")),
-        ("long_prompt --model=rose-tiny", "long_prompt needs 16001 positions; the model has 512"),
+        ("long_prompt --model=rose-tiny", "a long prompt needs 16001 positions; the model has 512"),
         ("prompt_attention --model=mistralai/Mistral-7B-v0.1", "a window of 4096 tokens"),
-        ("sampling_steps --batches=1,0", "'0' is not a whole number"),
-        ("sampling_steps --context=500", "a context of 500 tokens needs 518 positions; the model has 512"),
-        ("sampling_steps --rung=fastest", "invalid choice"),
+        ("long_prompt --chunks=1,0", "'0' is not a whole number"),
         ("sampling_steps --model=nobody/knows", "nobody/knows"),
-        ("all_reduce --sizes-kb=8,12", "12 KB is not a whole number of rows, of 8 KB each"),
         ("all_reduce --all-reduce=ring", "'ring' is unknown; use library, one_shot"),
         ("all_reduce --ranks=1", "--ranks"),
         ("tensor_parallel-W4", "experiment 'tensor_parallel-W4' is unknown"),
@@ -79,10 +69,16 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anything_runs(asked,
     assert told in refusal(capsys, tmp_path, *asked.split())
 
 
+def test_a_record_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(experiments, "bookkeeping_cost", None)
+    (tmp_path / "bookkeeping.json").mkdir()
+    assert "is not a regular file" in refusal(capsys, tmp_path, "bookkeeping")
+
+
 @pytest.mark.slow
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
     known = {rung: LADDER[rung] for rung in ("dense", "autotune", "persistent_kernel", "paged")}
-    monkeypatch.setattr(rungs, "LADDER", known)
+    monkeypatch.setattr(runs, "LADDER", known)
     given = ["W2", "W7-dense", "counts", "equality", "--model=rose-tiny-qwen3", "--repeats=1"]
     assert measure.main([*SMALL, f"--output={tmp_path}", *given]) == 0
     folder = tmp_path / "rose-tiny-qwen3"
@@ -100,8 +96,8 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
 
 @pytest.mark.slow
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
-    monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
+    monkeypatch.setattr(runs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
+    monkeypatch.setattr(ablations, "BETWEEN", {"fused_head": ablations.BETWEEN["fused_head"]})
     names = ["steps-W1", "ablations-W1", "leave_one_out-W1"]
     assert measure.main([*SMALL, f"--output={tmp_path}", *names]) == 0
     figures = {
@@ -113,18 +109,6 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     left_out = figures["leave_one_out-W1"]
     assert {"none", "head", "runner"} <= set(left_out["tok_s"]) and "norm" in left_out["refused"]
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
-
-
-@pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
-def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
-    asked = Asked(SHIPPED, "auto", "cpu", SIZES[size], Path())
-    measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
-    monkeypatch.setattr(
-        recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
-    )
-    batch, context = sizes
-    expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
-    assert recordings.lengths(asked, 64) == expected
 
 
 @pytest.mark.parametrize(

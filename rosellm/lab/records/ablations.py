@@ -16,12 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.bench.benchmark_scheduler import run_scheduler
+from rosellm.bench.job import Job
+from rosellm.bench.workloads import Workload
 from rosellm.errors import RecipeError
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.step_time import MakeBench, prompt_length, room
+from rosellm.lab.records.step_time import (
+    MakeBench,
+    figures_of,
+    measure_steps,
+    prompt_length,
+    room,
+    step_shape,
+)
+from rosellm.lab.records.turns import in_turns
 from rosellm.ladder.dense import Dense
 from rosellm.ladder.rungs import fill_tables
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant
 from rosellm.roseinfer.kernels.dependent_launch import AT_END
@@ -30,37 +42,54 @@ from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import LogitsChooser
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe, recipe_choices
 from rosellm.roseinfer.rung import Rung
+from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.resident import ResidentStep
 
 Variants = dict[str, MakeBench]
 
 
-def variants(rung: str, model: Transformer, batch: int, context: int) -> Variants:
-    """Return the previous rung, the variants between, and ``rung``, by name.
+def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
+    """Time a step of the previous rung, of the variants between, and of ``rung``."""
+    batch, context = step_shape(workload)
+    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
 
-    context: cached tokens per sequence.
-    """
-    bench = _bench(model, batch, context)
+    def bench(recipe: str | Rung, **options: Any) -> Bench:
+        return Bench(model, recipe, prompts, room(), **options)
+
     between = BETWEEN[rung](model, bench, batch, context)
-    return {BEFORE[rung]: partial(bench, BEFORE[rung]), **between, rung: partial(bench, rung)}
+    makers: Variants = {BEFORE[rung]: partial(bench, BEFORE[rung]), **between, rung: partial(bench, rung)}
+    return figures_of(batch, context, measure_steps(makers, **effort))
 
 
-def one_step_back(best: str = BEST_RUNG) -> dict[str, Recipe | str]:
+def leave_one_out(
+    model: Transformer, workload: Workload, repeats: int = 5, best: str = BEST_RUNG
+) -> dict[str, Any]:
+    """Measure, alternating, whole runs of the best recipe and of it with one field reverted.
+
+    A recipe that is not possible maps to its reason. A repeat is the tokens per second of a whole run.
+    """
+    blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
+    recipes, refused = one_step_back(best)
+    prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
+
+    def job(recipe: str | Recipe) -> Job:
+        sizes: dict[str, Any] = {"max_batch_size": workload.max_batch_size, "num_kv_blocks": blocks}
+        return Job(Engine(model, recipe=recipe, **sizes), prompts, params)
+
+    def tok_s(job: Job) -> float:
+        return run_scheduler(job)["total_throughput_tok_s"]
+
+    jobs = {field: job(recipe) for field, recipe in ({"none": best} | recipes).items()}
+    found = in_turns({field: partial(tok_s, job) for field, job in jobs.items()}, repeats)
+    return {"best": best, "tok_s": found, "refused": refused}
+
+
+def one_step_back(best: str) -> tuple[dict[str, Recipe], dict[str, str]]:
     """Map each field of a recipe to ``best`` with only that field as before its last change.
 
-    If other fields depend on the change, the value is the reason instead of a recipe.
+    The second are the fields on whose change others depend, with the reason instead of a recipe.
     """
-    back: dict[str, Recipe | str] = {}
-    for field, value in _replaced(best).items():
-        try:
-            back[field] = replace(RECIPES[best], **{field: value})
-        except RecipeError as error:
-            back[field] = str(error)
-    return back
-
-
-def _replaced(best: str) -> dict[str, Any]:
-    """Map each field to the value that its latest change up to ``best`` replaced."""
     values: dict[str, Any] = {}
     rung = best
     while rung in BEFORE:
@@ -68,16 +97,13 @@ def _replaced(best: str) -> dict[str, Any]:
             if field in recipe_choices():
                 values.setdefault(field, old)
         rung = BEFORE[rung]
-    return values
-
-
-def _bench(model: Transformer, batch: int, context: int) -> Callable[..., Bench]:
-    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
-
-    def bench(recipe: str | Rung, **options: Any) -> Bench:
-        return Bench(model, recipe, prompts, room(), **options)
-
-    return bench
+    back, refused = dict[str, Recipe](), dict[str, str]()
+    for field, value in values.items():
+        try:
+            back[field] = replace(RECIPES[best], **{field: value})
+        except RecipeError as error:
+            refused[field] = str(error)
+    return back, refused
 
 
 class PageableTables:

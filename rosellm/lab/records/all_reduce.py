@@ -1,8 +1,8 @@
 """Measure how long the ranks of one host take to all-reduce, in each way that a layer can.
 
 Times the sum of a layer's partial outputs with residual and norm, as in a captured step; ``none`` is residual
-and norm alone. Each way is first checked for correctness. The record is DIR/all_reduce.json; ways that it
-already has for the same commit, ranks and sizes are kept.
+and norm alone. Each way is first checked for correctness, and has ranks of its own. The record is
+DIR/all_reduce.json; ways that it already has for the same commit, ranks and sizes are kept.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rosellm.errors import DeviceError, OptionError, RoseError
-from rosellm.lab.records.earlier import kept_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record
+from rosellm.errors import DeviceError, RoseError
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import Results
 from rosellm.models.part import Part
 from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
@@ -46,17 +45,12 @@ AddNorm = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank measures: ways, sizes in KB, and repeats."""
+    """What every rank measures, apart from the way: sizes in KB, and repeats."""
 
     n_ranks: int
     device: str
-    ways: tuple[str, ...]
     sizes_kb: tuple[int, ...]
     repeats: int
-
-    def sizes_of(self, way: str) -> list[int]:
-        """Return the sizes to measure in this way."""
-        return [kb for kb in self.sizes_kb if way in (NONE, LIBRARY) or kb <= MOST_ONE_SHOT_KB]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -72,20 +66,20 @@ def two_gpus(results: Results) -> Results:
 
 
 def recorded(results: Results) -> dict[str, Any]:
-    """Return the figures of :func:`measure` for two such GPUs; empty if none are recorded."""
+    """Return the figures for two such GPUs, ``us`` by way and KB; empty if none are recorded."""
     pair = two_gpus(results)
     return pair.load(NAME)["figures"] if NAME in pair.names() else {}
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """Return µs per sum by way and KB, ``{"median": …, "raw": […]}``, and the settings.
+def measure(plan: Plan, way: str) -> dict[str, Any]:
+    """Return KB → µs per sum, ``{"median": …, "raw": […]}``.
 
     Each rank is a process with a GPU, or on a CPU with a share of its cores. Raises ``RoseError`` if a way
     gives a wrong sum or a rank fails.
     """
     store, port = listen()
     answers = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(_rank, (port, plan, answers), nprocs=plan.n_ranks, join=False, daemon=True)
+    ranks = mp.spawn(_rank, (port, plan, way, answers), nprocs=plan.n_ranks, join=False, daemon=True)
     found: list[Any] = []
     try:
         while not ranks.join(LOOK_S):  # drain while waiting: the pipe may not hold all answers
@@ -96,125 +90,111 @@ def measure(plan: Plan) -> dict[str, Any]:
         kill(ranks.processes)
     found += [] if answers.empty() else [answers.get()]
     del store
-    return {**plan.facts, "us": found[0]}
+    return found[0]
 
 
 @torch.inference_mode()
-def _rank(rank: int, port: int, plan: Plan, answers: Any) -> None:
+def _rank(rank: int, port: int, plan: Plan, way: str, answers: Any) -> None:
     end_with_parent(f"rank {rank}: the command exited; shutting down")
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device(plan.device)
     if plan.device == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // plan.n_ranks))
-    bench = SumBench(Collectives(connect(port), Part(rank, plan.n_ranks), device), rank, device, plan)
-    us = {way: {str(kb): bench.times(way, kb) for kb in plan.sizes_of(way)} for way in plan.ways}
+    part = Part(rank, plan.n_ranks)
+    bench = SumBench(Collectives(connect(port), part, device), part, device, way)
+    sizes = [kb for kb in plan.sizes_kb if way in (NONE, LIBRARY) or kb <= MOST_ONE_SHOT_KB]
+    us = {str(kb): bench.times(kb, plan.repeats) for kb in sizes}
     if rank == 0:
         answers.put(us)
 
 
 class SumBench:
-    """One rank's tensors, and the ways to sum them."""
+    """One rank's way to sum."""
 
-    def __init__(self, collectives: Collectives, rank: int, device: torch.device, plan: Plan) -> None:
-        self._collectives, self._rank, self._device, self._plan = collectives, rank, device, plan
-        name = "triton" if "one_shot" in plan.ways else "auto"
+    def __init__(self, collectives: Collectives, part: Part, device: torch.device, way: str) -> None:
+        self._collectives, self._part, self._device, self._way = collectives, part, device, way
+        name = "triton" if way == "one_shot" else "auto"
         self._kernels = choose_kernels(name, LADDER[best_rung(device)].launch, device)
 
-    def times(self, way: str, kb: int) -> dict[str, Any]:
+    def times(self, kb: int, repeats: int) -> dict[str, Any]:
         """Return the µs of one sum of ``kb`` KB."""
-        dtype = DTYPES[self._plan.device]
+        dtype, calls = DTYPES[self._device.type], CALLS[self._device.type]
         rows, width = kb * 1024 // ROW_BYTES, ROW_BYTES // dtype.itemsize
         x = torch.zeros(rows, width, dtype=dtype, device=self._device)
         scale = torch.ones(width, dtype=dtype, device=self._device)
-        add_norm = self._make(way, rows, width, dtype)
+        add_norm = self._make(rows, width, dtype)
         norm = {"bias": None, "scale": scale, "shift": None, "eps": 1e-5}
         for _ in range(2):  # both halves of one_shot's memory
-            add_norm(x=x, delta=torch.full_like(x[None], self._rank + 1), **norm)
-        self._check(way, x)
+            add_norm(x=x, delta=torch.full_like(x[None], self._part.rank + 1), **norm)
+        self._check(x)
         run = partial(add_norm, x=x, delta=torch.zeros_like(x[None]), **norm)
-        timed = self._on_gpu if self._plan.device == "cuda" else self._on_cpu
-        raw = timed(run, CALLS[self._plan.device])
-        return {"median": median(raw), "raw": raw}
-
-    def _make(self, way: str, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
-        """Return the function to time for ``way``, built as in the layers of a sharded model."""
-        add_norm, sums = self._kernels.add_norm, self._collectives
-        if way == "one_shot":
-            n_bytes = peer_bytes(rows, width, dtype.itemsize, self._plan.n_ranks)
-            return make_sum_add_norm(sums.peers(n_bytes), rows, self._kernels is TRITON_DEPENDENT)
-        if way == NONE:
-            return add_norm
-        return lambda *, x, delta, **norm: add_norm(x=x, delta=sums.summed(delta), **norm)
-
-    def _check(self, way: str, x: Tensor) -> None:
-        n = self._plan.n_ranks
-        wanted = 2 * (self._rank + 1 if way == NONE else n * (n + 1) // 2)
-        if not (x == wanted).all():
-            raise RoseError(f"all_reduce={way} of {x.nbytes} bytes gives {x.flatten()[0]:g}, not {wanted}")
-
-    def _on_gpu(self, run: Callable[[], object], calls: int) -> list[float]:
-        """Time graph replays; an untimed replay before each one lets the GPUs wait for each other."""
 
         def several() -> None:
             for _ in range(calls):
                 run()
 
-        replay = record_graph(several, lambda: (run(), run()))
-        self._collectives.least(0)
-        return [self._replayed(replay) / calls for _ in range(self._plan.repeats)]
+        if self._device.type == "cuda":
+            replay = record_graph(several, lambda: (run(), run()))
+            self._collectives.least(0)
+        else:
+            replay = several
+        raw = [self._us(replay) / calls for _ in range(repeats)]
+        return {"median": median(raw), "raw": raw}
 
-    def _replayed(self, replay: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def _make(self, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
+        """Return the function to time, built as in the layers of a sharded model."""
+        add_norm, sums = self._kernels.add_norm, self._collectives
+        if self._way == "one_shot":
+            n_bytes = peer_bytes(rows, width, dtype.itemsize, self._part.size)
+            return make_sum_add_norm(sums.peers(n_bytes), rows, self._kernels is TRITON_DEPENDENT)
+        if self._way == NONE:
+            return add_norm
+        return lambda *, x, delta, **norm: add_norm(x=x, delta=sums.summed(delta), **norm)
+
+    def _check(self, x: Tensor) -> None:
+        n = self._part.size
+        wanted = 2 * (self._part.rank + 1 if self._way == NONE else n * (n + 1) // 2)
+        if not (x == wanted).all():
+            value = f"{x.flatten()[0]:g}"
+            raise RoseError(f"all_reduce={self._way} of {x.nbytes} bytes gives {value}, not {wanted}")
+
+    def _us(self, replay: Callable[[], object]) -> float:
+        """Return the µs of a replay, after an untimed one in which the ranks wait for each other."""
         replay()
+        if self._device.type == "cpu":
+            began = perf_counter()
+            replay()
+            return (perf_counter() - began) * 1e6
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3
 
-    def _on_cpu(self, run: Callable[[], object], calls: int) -> list[float]:
-        found = []
-        for _ in range(self._plan.repeats):
-            run()
-            run()
-            start = perf_counter()
-            for _ in range(calls):
-                run()
-            found.append((perf_counter() - start) / calls * 1e6)
-        return found
-
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure, and print the medians; ways of the same commit, ranks and sizes are kept."""
+    """Measure way by way; print its medians."""
     plan = plan_of(asked)
+
+    def told(way: str, times: dict[str, Any]) -> str:
+        return f"{way}: " + ", ".join(f"{kb} KB {one['median']:.1f} µs" for kb, one in times.items())
+
+    ways = asked["all_reduce"] or (WAYS[1:] if asked.device == "cuda" else (LIBRARY,))
+    parts = {way: partial(measure, plan, way) for way in (NONE, *ways)}
     begun = asked.record(NAME, figures={**plan.facts, "us": {}})
-    kept = kept_parts(asked.folder / f"{NAME}.json", begun, plan.ways, "us")
-    us = kept | measure(plan)["us"]
-    figures = {**plan.facts, "us": {way: us[way] for way in WAYS if way in us}}
-    yield begun | {"figures": figures}
-    for way, times in figures["us"].items():
-        print(f"{way}: " + ", ".join(f"{kb} KB {one['median']:.1f} µs" for kb, one in times.items()))
+    yield from in_parts(asked, begun, parts, told, "us", WAYS.index)
 
 
 def plan_of(asked: Asked) -> Plan:
-    """Return what to measure. Raises ``RoseError`` for too few GPUs, or a part of a row."""
+    """Return what to measure. Raises ``DeviceError`` for too few GPUs."""
     there = torch.cuda.device_count() if asked.device == "cuda" else None
     n_ranks = asked["ranks"] or there or 2
     if there is not None and not 2 <= n_ranks <= there:
         raise DeviceError(f"{max(2, n_ranks)} ranks need as many GPUs; this machine has {there}")
-    sizes = asked["sizes_kb"] or (*SIZES_KB, PREFILL_KB[asked.device])
-    if bad := [kb for kb in sizes if kb * 1024 % ROW_BYTES]:
-        raise OptionError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
-    ways = asked["all_reduce"] or (WAYS[1:] if asked.device == "cuda" else (LIBRARY,))
-    return Plan(
-        n_ranks, asked.device, (NONE, *dict.fromkeys(ways)), tuple(sorted(set(sizes))), asked["repeats"]
-    )
+    return Plan(n_ranks, asked.device, (*SIZES_KB, PREFILL_KB[asked.device]), asked["repeats"])
 
 
-def _refuse(asked: Asked) -> None:
-    plan_of(asked)
-
-
-DEFAULTS = {"ranks": None, "all_reduce": (), "sizes_kb": (), "repeats": 30}
-EXPERIMENTS = [Experiment(NAME, record, DEFAULTS, model=None, refuse=_refuse)]
+DEFAULTS = {"ranks": None, "all_reduce": (), "repeats": 30}
+EXPERIMENTS = [Experiment(NAME, record, DEFAULTS, model=None, refuse=plan_of)]

@@ -8,6 +8,7 @@ of one or several sizes and whole; ``long_prompt_joined`` with prompts joined wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,15 +16,15 @@ from itertools import chain
 from typing import Any
 
 from rosellm.bench.arrivals import Arrival, poisson_times
-from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming
+from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
 from rosellm.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import WORKLOADS, Workload
+from rosellm.errors import PromptError
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.records import RecordError, Results
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
-from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
@@ -35,6 +36,8 @@ SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens
 SWITCHES = ("--no-prefix-cache", "--no-stop-on-eos", "--pretok")
 BEST = ("--paged-attn", "--cuda-graph")  # selects the device's best rung
 SHARES = (0.5, 0.8, 0.95)
+SECONDS = 5  # of arrivals at each rate
+LIMITS_S = 0.1, 0.02  # goodput's, on TTFT and ITL
 ROUNDS = 4  # requests per slot in the capacity run
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # batch sizes whose steps are timed
 FEW_PLACES = 16
@@ -79,12 +82,12 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
 
     limits_s: goodput's limits on TTFT and ITL.
     """
-    asked = BENCHMARK.parse_options(list(options))
+    limits = zip(("--ttft-limit-ms", "--itl-limit-ms"), limits_s, strict=True)
+    own = [f"{name}={seconds * 1e3}" for name, seconds in limits if seconds < math.inf]
+    asked = BENCHMARK.parse_options([*options, *own])
+    (run,) = BENCHMARK.runs(asked).values()
     prompts = make_prompts(asked, engine.config.vocab_size)
-    job = Job(engine, prompts, request_params(asked), scheduler_config(asked))
-    times = tuple(arrival.seconds for arrival in arrivals_of(options))
-    load = StreamingLoad(times=times, ttft_limit_s=limits_s[0], itl_limit_s=limits_s[1])
-    return run_streaming(job, load)
+    return run(Job(engine, prompts, request_params(asked), scheduler_config(asked)))
 
 
 def watched_run(
@@ -107,7 +110,7 @@ def batches_to(most: int) -> list[int]:
 
 
 def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → ``measure``'s recorded figures, and the engine's ``max_batch_size``."""
+    """Return model → the recorded figures, and the engine's ``max_batch_size``."""
     records = results.by_model("arrivals")
     return {
         model: {"max_batch_size": one["max_batch_size"], **one["figures"]} for model, one in records.items()
@@ -126,45 +129,6 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
             own = {f"{joined}{way}": result["medians"] for way, result in record["results"].items()}
             found.setdefault(model, {}).update(own)
     return found
-
-
-def measure(
-    engine: Engine, workload: Workload, seconds: float, limits_s: tuple[float, float]
-) -> dict[str, Any]:
-    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times.
-
-    seconds: how long requests arrive at each rate.
-    """
-    most = workload.max_batch_size
-    live_run(engine, streaming_options(workload, most), limits_s)  # warm-up
-    options = streaming_options(workload, ROUNDS * most)
-    at_once = live_run(engine, options, limits_s)
-    capacity, runs = ROUNDS * most / at_once["total_time_s"], []
-    for share in SHARES:
-        rate = share * capacity
-        options = streaming_options(workload, max(1, round(seconds * rate)), rate)
-        run = live_run(engine, options, limits_s)
-        runs.append({"share": share, "rate": rate, "options": options, **run})
-        print(told(runs[-1]), flush=True)
-    requests = arrivals_of(streaming_options(workload, most))
-    times = measure_serving_times(engine, requests, batches_to(most))
-    return {
-        "capacity_req_s": capacity,
-        "at_once": at_once,
-        "limits_s": limits_s,
-        "runs": runs,
-        "times": times.as_dict(),
-    }
-
-
-def told(run: dict[str, Any]) -> str:
-    """Describe a live run in one line."""
-    ms = {name: run[f"{name}_s"] * 1e3 for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
-    return (
-        f"{run['share']:.0%} of capacity, {run['rate']:.1f} requests/s: "
-        + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items())
-        + f"; within limits {run['within_limits_share']:.0%}"
-    )
 
 
 def long_prompt_options(
@@ -199,11 +163,29 @@ def long_prompt_options(
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure the capacity, runs at shares of it, and step times."""
+    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times."""
     workload = asked.workload(WORKLOAD.id)
-    options = streaming_options(workload, workload.max_batch_size)
-    engine = streaming_engine(asked.gpt, asked.tokenizer, options)
-    figures = measure(engine, workload, asked["seconds"], asked["limits_ms"])
+    most = workload.max_batch_size
+    few, many = (streaming_options(workload, n) for n in (most, ROUNDS * most))
+    engine = streaming_engine(asked.gpt, asked.tokenizer, few)
+    live_run(engine, few, LIMITS_S)  # warm-up
+    at_once = live_run(engine, many, LIMITS_S)
+    capacity, runs = ROUNDS * most / at_once["total_time_s"], []
+    for share in SHARES:
+        rate = share * capacity
+        options = streaming_options(workload, max(1, round(SECONDS * rate)), rate)
+        run = live_run(engine, options, LIMITS_S)
+        runs.append({"share": share, "rate": rate, "options": options, **run})
+        ttft, itl = (run[name] * 1e3 for name in ("ttft_p99_s", "itl_p99_s"))
+        print(f"{share:.0%} of capacity: p99 of TTFT {ttft:.2f} ms, of ITL {itl:.2f} ms", flush=True)
+    times = measure_serving_times(engine, arrivals_of(few), batches_to(most))
+    figures = {
+        "capacity_req_s": capacity,
+        "at_once": at_once,
+        "limits_s": LIMITS_S,
+        "runs": runs,
+        "times": times.as_dict(),
+    }
     facts = {"model": asked.model, "size": asked.size.name, "lengths_of": WORKLOAD.id}
     yield asked.record("arrivals", **facts, **engine_facts(engine), figures=figures)
 
@@ -215,31 +197,17 @@ def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
     yield BENCHMARK.measure(BENCHMARK.parse_options([*given, *of_model]), asked.gpt, asked.tokenizer)
 
 
-def _long_positions(_size: Size) -> int:
+def _refuse(asked: Asked) -> None:
     options = BENCHMARK.parse_options(long_prompt_options())
-    return max(one.prompt_tokens + one.new_tokens for one in options.trace)
-
-
-def _refuse(asked: Asked, name: str) -> None:
-    """Raise ``RecordError`` if an existing record has chunk sizes that would be lost."""
-    path = asked.folder / f"{name}.json"
-    before = Results(path.parent).load(name)["options"] if path.is_file() else {}
-    had = [before.get("prefill_chunk"), *(before.get("long_prompt_chunks") or ())]
-    if lost := [str(size) for size in had if size and size not in asked["chunks"]]:
-        told = ", ".join(lost)
-        raise RecordError(f"{path} would lose chunks of {told}: name them too, or choose another --output")
+    needed = max(one.prompt_tokens + one.new_tokens for one in options.trace)
+    if needed > (there := asked.arch.n_positions):
+        raise PromptError(f"a long prompt needs {needed} positions; the model has {there}")
 
 
 EXPERIMENTS = [
-    Experiment("arrivals", record, {"seconds": 5, "limits_ms": (0.1, 0.02)}),
+    Experiment("arrivals", record),
     *(
-        Experiment(
-            name,
-            partial(record_long_prompt, rung=rung),
-            {"chunks": (LONG_CHUNK,)},
-            positions=_long_positions,
-            refuse=partial(_refuse, name=name),
-        )
+        Experiment(name, partial(record_long_prompt, rung=rung), {"chunks": (LONG_CHUNK,)}, refuse=_refuse)
         for name, rung in LONG_RECORDS.items()
     ),
 ]

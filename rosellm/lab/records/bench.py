@@ -182,21 +182,18 @@ def run_recipe(
     Raises ParameterError if they exceed the model's positions.
     """
     decoded = max(new_tokens, LEAST_TOKENS)
-    _check_room(model, max(map(len, prompts)), decoded)
+    longest, positions = max(map(len, prompts)), model.config.n_positions
+    if longest + decoded > positions:
+        raise ParameterError(
+            f"a timed run decodes {decoded} tokens, and after a prompt of {longest} the model's {positions} "
+            "positions have no room for them; give shorter prompts"
+        )
     bench = Bench(model, recipe, prompts, decoded, **options)
     bench.decode(WARM_UP_STEPS)
     trace = bench.trace()
     seconds = bench.decode(decoded - LEAST_TOKENS + 1)
     tokens = [row[:new_tokens] for row in bench.tokens]
     return Run(recipe if isinstance(recipe, str) else "custom", tokens, seconds, trace)
-
-
-def _check_room(model: Transformer, prompt: int, new_tokens: int) -> None:
-    if prompt + new_tokens > model.config.n_positions:
-        raise ParameterError(
-            f"a timed run decodes {new_tokens} tokens, and after a prompt of {prompt} the model's "
-            f"{model.config.n_positions} positions have no room for them; give shorter prompts"
-        )
 
 
 def decode_tokens(
@@ -236,12 +233,6 @@ def forced_logits(
     return torch.stack(logits)
 
 
-def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
-    """Return the share of positions at which two runs have the same token."""
-    pairs = [(x, y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)]
-    return sum(x == y for x, y in pairs) / len(pairs)
-
-
 def first_difference(
     expected: Tensor, reference: list[list[int]], tokens: list[list[int]]
 ) -> dict[str, float] | None:
@@ -258,15 +249,3 @@ def first_difference(
     logits = expected[step, row]
     gap = logits[reference[row][step]] - logits[tokens[row][step]]
     return {"token": step, "request": row, "logit_gap": gap.item()}
-
-
-def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
-    """Compare two ``[steps, B, V]`` tensors: largest difference, and share of rows with equal argmax.
-
-    Judge the difference against the expected logits' standard deviation, which is included.
-    """
-    return {
-        "max_logit_difference": (expected - logits).abs().max().item(),
-        "logit_deviation": expected.std().item(),
-        "share_of_argmax_equal": (expected.argmax(-1) == logits.argmax(-1)).float().mean().item(),
-    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.bench.workloads import ALL_WORKLOADS, LOAD_FORMAT, Workload
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import free_memory, get_parts
-from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.ledger import tokens_needed
 from rosellm.lab.records.parameters import model_path
-from rosellm.lab.records.records import FULL_SIZE
+from rosellm.lab.records.records import FULL_SIZE, RecordError, Results, short_name
 from rosellm.lab.records.sizes import SIZES, Size
+from rosellm.lab.records.turns import each
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, SHIPPED_MODELS
 from rosellm.models.loading import AnyTokenizer, arch_of, resolve_device
@@ -26,6 +28,8 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import best_rung
 
 Record = dict[str, Any]
+# Environment entries that all parts of a record share; a copy without git has only a version.
+OF_MACHINE = ("device_name", "git_commit", "rosellm")
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class Experiment:
     model: str | None = "gpt2"
     own_folder: bool = False
     needs_gpu: bool = False
-    positions: Callable[[Size], int] = lambda _size: 0
-    refuse: Callable[[Asked], None] = lambda _asked: None
+    workloads: Sequence[str] = ()
+    refuse: Callable[[Asked], object] = lambda _asked: None
 
     @property
     def label(self) -> str:
@@ -131,6 +135,16 @@ class Experiment:
         if (needed := self.positions(asked.size)) > (there := asked.arch.n_positions):
             raise PromptError(f"{self.name} needs {needed} positions; the model has {there}")
 
+    def positions(self, size: Size) -> int:
+        """Return how many positions the model needs at a size."""
+
+        def needed(w: Workload) -> int:
+            prompt = w.shared_prefix_tokens + max(w.prompt_repeats) * (w.prompt_tokens or 1)
+            new = max(w.max_new_tokens, w.max_new_tokens // 2 + tokens_needed() + 1)
+            return prompt + new
+
+        return max((needed(size.of(ALL_WORKLOADS[name])) for name in self.workloads), default=0)
+
     def run(self, asked: Asked) -> None:
         """Measure, and write the record after each part."""
         asked.folder.mkdir(parents=True, exist_ok=True)
@@ -147,6 +161,64 @@ def table(name: str, figures: Callable[[Asked], dict[str, Any]], **options: Any)
 
 def _whole(name: str, figures: Callable[[Asked], dict[str, Any]], asked: Asked) -> Iterator[Record]:
     yield asked.record(name, model=asked.model, size=asked.size.name, figures=figures(asked))
+
+
+def in_parts(
+    asked: Asked,
+    begun: Record,
+    parts: Mapping[str, Callable[[], Any]],
+    told: Callable[[str, Any], str] = lambda _name, _figures: "",
+    key: str | None = None,
+    order: Callable[[str], Any] = lambda _name: 0,
+) -> Iterator[Record]:
+    """Measure part after part; yield the record so far after each, and then print ``told`` of the part.
+
+    begun: the record without parts, whose kind is its file's name; its ``figures`` get them, under ``key`` if
+    given, sorted by ``order`` of their names. Parts that the file has of the same conditions are kept; a part
+    whose figures are None is left out. Raises ``RecordError`` if others would be lost.
+    """
+    found = kept_parts(asked.folder / f"{begun['kind']}.json", begun, list(parts), key)
+    for name in each(begun["kind"], parts):
+        figures = parts[name]()
+        free_memory()
+        if figures is None:
+            continue
+        found[name] = figures
+        ordered = {part: found[part] for part in sorted(found, key=order)}
+        yield begun | {"figures": ordered if key is None else begun["figures"] | {key: ordered}}
+        if line := told(name, figures):
+            print(line, flush=True)
+
+
+def kept_parts(path: Path, begun: Record, asked: Sequence[str], key: str | None = None) -> dict[str, Any]:
+    """Return part → figures of the record at ``path``; {} unless measured under the same conditions.
+
+    Device name, commit, and all facts of the two besides their parts must agree. begun: the new record, still
+    without parts. asked: the parts to be measured; raises ``RecordError`` if others would be lost; none: any
+    may be. key: where figures hold the parts; None if figures hold nothing else.
+    """
+    if not path.is_file():
+        return {}
+    before, parts = _conditions(Results(path.parent).load(path.stem), key)
+    now, _ = _conditions(json.loads(json.dumps(begun)), key)
+    differences = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not differences:
+        return parts
+    if lost := [part for part in parts if asked and part not in asked]:
+        raise RecordError(
+            f"{path} would lose {', '.join(lost)}, measured with another {' and '.join(differences)}: "
+            "measure them too, or choose another --output"
+        )
+    return {}
+
+
+def _conditions(record: Record, key: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a record states of all its parts, and the parts."""
+    environment, figures = record.get("environment", {}), dict(record.get("figures", {}))
+    parts = figures if key is None else figures.pop(key, {})
+    told = {name: value for name, value in record.items() if name not in ("environment", "figures")}
+    told |= {} if key is None else figures
+    return told | {name: environment.get(name) for name in OF_MACHINE}, dict(parts)
 
 
 def _is_full(size: Size) -> bool:

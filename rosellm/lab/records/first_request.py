@@ -2,7 +2,7 @@
 
 Fresh processes load a model, build its engine and run workload W8 three times: first with an empty cache of
 compiled Triton kernels, then with the cache so filled. Run as a command, this module is such a process: it
-takes the options of the scheduler's benchmark, --no-warm-up and when it was started, and prints JSON.
+takes when it was started, 1 or 0 for a warm-up, and the options of the scheduler's benchmark; it prints JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,8 @@ def first_process(
     kernels; None for Triton's default. Raises ``RoseError`` with the process's last line if it fails.
     """
     own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
-    switch = "--warm-up" if warm_up else "--no-warm-up"
     done = subprocess.run(
-        [*CHILD, "--started", repr(time.time()), switch, *options],
+        [*CHILD, repr(time.time()), str(int(warm_up)), *options],
         env=os.environ | own,
         capture_output=True,
         text=True,
@@ -114,15 +113,6 @@ def construction_s(process: dict[str, Any]) -> float:
     return sum(process["parts_s"][part] for part in ("load", "build", "warm_up"))
 
 
-def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run, with and without a warm-up, a process with an empty kernel cache and one with a filled cache."""
-    for warm_up in (True, False):
-        with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:
-            for cache in CACHES:
-                found = first_process(options, warm_up, Path(folder))
-                yield {"warm_up": warm_up, "cache": cache, **found}
-
-
 def recorded(results: Results) -> list[dict[str, Any]]:
     """Return the recorded processes. Raises ``RecordError``."""
     return results.figures("first_request", "processes")
@@ -137,21 +127,19 @@ def run_ratio(process: dict[str, Any]) -> float:
 def told(process: dict[str, Any]) -> str:
     """Describe a process in one line."""
     runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
-    late = sum(run["late_captures"] for run in process["runs"])
     way = "warm-up" if process["warm_up"] else "no warm-up"
-    return (
-        f"{way}, {process['cache']} cache: {construction_s(process):.1f} s of construction, "
-        f"{process['graphs']} graphs; runs of {runs} tok/s, {late} late captures"
-    )
+    return f"{way}, {process['cache']} cache: {construction_s(process):.1f} s to construct; {runs} tok/s"
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Run the processes one after the other; print a line for each."""
+    """Run, with and without a warm-up, a process with an empty kernel cache and one with a filled cache."""
     options, processes = asked.benchmark_options(WORKLOAD.id), []
-    for _ in range(asked["repeats"]):
-        for process in measure(options):
-            processes.append(process)
-            print(told(process), flush=True)
+    for warm_up in asked["repeats"] * (True, False):
+        with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:
+            for cache in CACHES:
+                found = first_process(options, warm_up, Path(folder))
+                processes.append({"warm_up": warm_up, "cache": cache, **found})
+                print(told(processes[-1]), flush=True)
     facts = {"model": asked.model, "workload": WORKLOAD.id, "options": options, "size": asked.size.name}
     yield asked.record("first_request", **facts, figures={"processes": processes})
 
@@ -162,12 +150,9 @@ EXPERIMENTS = [Experiment("first_request", record, {"repeats": 1})]
 @command
 def main(argv: list[str] | None = None) -> None:
     """Print the figures of this process."""
-    now = time.time()
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--started", type=float, default=now)
-    parser.add_argument("--warm-up", action=BooleanOptionalAction, default=True)
-    own, rest = parser.parse_known_args(argv)
-    print(json.dumps(first_figures(BENCHMARK.parse_options(rest), own.warm_up, own.started)))
+    started, warm_up, *options = sys.argv[1:] if argv is None else argv
+    figures = first_figures(BENCHMARK.parse_options(options), warm_up == "1", float(started))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,12 +25,16 @@ class Ceiling:
     bytes_per_us: float
     flops_per_us: float
 
+    @classmethod
+    def of(cls, measured: Mapping[str, list[float]]) -> Ceiling:
+        """Return the best of :func:`measure_ceilings`, or of a device's record ``ceilings``."""
+        return cls(max(measured["read_TB_s"]) * 1e6, max(measured["matmul_TFLOP_s"]) * 1e6)
+
 
 @lru_cache(maxsize=8)
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     """Measure a GPU's ceilings; see :func:`measure_ceilings`."""
-    found = measure_ceilings(device, dtype)
-    return Ceiling(max(found["read_TB_s"]) * 1e6, max(found["matmul_TFLOP_s"]) * 1e6)
+    return Ceiling.of(measure_ceilings(device, dtype))
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> dict[str, list[float]]:

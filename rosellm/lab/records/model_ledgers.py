@@ -12,7 +12,6 @@ from torch.profiler import record_function
 from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import make_prompts as benchmark_prompts, request_params
 from rosellm.bench.workloads import Workload
-from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.floors import prefill_floors_us
 from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
@@ -34,11 +33,8 @@ def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
     """Return the ledger of a mid-run decode step, or of a prefill if each request generates one token.
 
     At mid-run each request has half of its output; lengths and sampling parameters are those of the
-    benchmark's own requests. Raises ``LedgerError`` if the model has too few positions.
+    benchmark's own requests. Raises ``RoseError`` if the model has too few positions.
     """
-    needed = positions_needed(workload)
-    if needed > model.config.n_positions:
-        raise LedgerError(f"{workload.id} needs {needed} positions; the model has {model.config.n_positions}")
     if workload.max_new_tokens == 1:
         return _prefill_ledger(model, rung, workload)
     options = Namespace(**vars(BENCHMARK.parse_options(["--workload", workload.id])) | workload.flags())
@@ -49,14 +45,6 @@ def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
     bench.params = [replace(own, max_tokens=ROOM) for own in params]
     bench.restart()
     return step_ledger(bench, STEPS)
-
-
-def positions_needed(workload: Workload) -> int:
-    """Return the longest length that a sequence of a workload's ledger reaches."""
-    prompt = workload.prompt_tokens or 1
-    if workload.max_new_tokens == 1:
-        return prompt + 1
-    return _prompt_length(prompt, workload.max_new_tokens) + ROOM
 
 
 def _prompt_length(prompt: int, new_tokens: int) -> int:

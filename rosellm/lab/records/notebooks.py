@@ -63,9 +63,3 @@ def _committed() -> dict[str, str]:
 
 
 NOTEBOOKS = _committed()
-
-
-def act_of(rung: str) -> Act | None:
-    """Return the act with the rung's notebook; None for a rung without one in the course."""
-    number = NOTEBOOKS.get(rung, "")[:2]
-    return next((act for act in ACTS if number in act.numbers), None)

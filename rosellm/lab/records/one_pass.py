@@ -8,7 +8,7 @@ chunks and whole.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler
-from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingLoad, run_streaming
-from rosellm.bench.job import Job, make_engine, scheduler_config
-from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
+from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER
+from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING
+from rosellm.bench.job import Job, make_job
 from rosellm.bench.record import mode_result
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import arrivals
@@ -55,22 +54,22 @@ def ways_of(device: torch.device) -> Ways:
     return {APART: best, JOINED: replace(best, exhibit="one_pass")}
 
 
-def measure_runs(
-    gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, options: Namespace, turns: int
-) -> dict[str, dict[str, Any]]:
+def _jobs(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways) -> dict[str, Job]:
+    """Return a job of each way, with an engine of its own."""
+
+    def build(recipe: Recipe) -> Callable[..., Engine]:
+        return lambda *model, **sizes: Engine(*model, **sizes | {"recipe": recipe})
+
+    return {way: make_job(options, gpt, tokenizer, build(recipe)) for way, recipe in ways.items()}
+
+
+def measure_runs(options: Namespace, jobs: dict[str, Job], turns: int) -> dict[str, dict[str, Any]]:
     """Measure whole runs of W8, as in ``benchmark_scheduler``, and count the passes of one run, per way."""
-    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    jobs = {
-        way: Job(
-            make_engine(options, recipe, gpt, tokenizer, longest), prompts, params, scheduler_config(options)
-        )
-        for way, recipe in ways.items()
-    }
-    once = {way: partial(run_scheduler, job) for way, job in jobs.items()}
+    (run,) = SCHEDULER.runs(options).values()
+    once = {way: partial(run, job) for way, job in jobs.items()}
     passes = {way: counted(passes_of(job.engine, once[way])) for way, job in jobs.items()}  # also warms up
-    repeats = in_turns(once, turns, warm_up=False)
-    return {way: {"passes": passes[way], **mode_result("online", 1, repeats[way])} for way in jobs}
+    found = in_turns(once, turns, warm_up=False)
+    return {way: {"passes": passes[way], **mode_result("online", 1, found[way])} for way in jobs}
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
@@ -129,23 +128,13 @@ def measure_beside(
 
 
 def measure_long_prompt(
-    gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, given: list[str], turns: int
+    options: Namespace, jobs: dict[str, Job], turns: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Return way → "chunked" and "whole" → figures of running requests during a long prompt."""
-    options = STREAMING.parse_options(given)
-    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    longest = max(one.prompt_tokens + one.new_tokens for one in options.trace)
-    times = tuple(one.seconds for one in options.trace)
-    load = StreamingLoad(times=times, ends_with_long_prompt=True)
-    config = scheduler_config(options)
-    configs = {"chunked": config, "whole": replace(config, prefill_chunk=None)}
-    jobs: dict[tuple[str, str], Job] = {}
-    for way, recipe in ways.items():
-        engine = make_engine(options, recipe, gpt, tokenizer, longest)
-        jobs |= {(way, kind): Job(engine, prompts, params, config) for kind, config in configs.items()}
-    once = {key: partial(run_streaming, job, load) for key, job in jobs.items()}
-    repeats = in_turns(once, turns)
-    return {way: {kind: mode_result(kind, 1, repeats[way, kind]) for kind in configs} for way in ways}
+    runs = STREAMING.runs(options)
+    once = {(way, kind): partial(run, job) for way, job in jobs.items() for kind, run in runs.items()}
+    found = in_turns(once, turns)
+    return {way: {kind: mode_result(kind, 1, found[way, kind]) for kind in runs} for way in jobs}
 
 
 def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
@@ -163,14 +152,15 @@ def measure(asked: Asked) -> Iterator[Record]:
     """Measure all figures."""
     gpt, tokenizer, turns = asked.gpt, asked.tokenizer, asked["repeats"]
     ways = ways_of(gpt.device)
-    options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id))
-    runs = measure_runs(gpt, tokenizer, ways, options, turns)
+    options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id, *arrivals.BEST))
+    runs = measure_runs(options, _jobs(options, gpt, tokenizer, ways), turns)
     free_memory()
     beside = measure_beside(gpt, ways, asked.size, turns)
     free_memory()
     of_model = "--hf-model-id", asked.model, "--device", asked.device, "--load-format", asked.load_format
     given = long_prompt_options(gpt, asked.size)
-    long = measure_long_prompt(gpt, tokenizer, ways, [*given, *of_model], turns)
+    options = STREAMING.parse_options([*given, *of_model])
+    long = measure_long_prompt(options, _jobs(options, gpt, tokenizer, ways), turns)
     facts = {"model": asked.model, "size": asked.size.name, "workload": WORKLOAD.id}
     figures = {
         "ways": {way: recipe.as_dict() for way, recipe in ways.items()},

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.roseinfer.engine import Engine
 
@@ -26,34 +24,25 @@ class Pass(NamedTuple):
     seconds: float
 
 
-class WatchedPass:
-    """A wrapper of a joined pass that records in ``began`` when each call began, by ``perf_counter``."""
-
-    def __init__(self, joined: Any) -> None:
-        self._joined = joined
-        self.began: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._joined, name)
-
-    def __call__(self, *args: Any) -> Tensor:
-        self.began.append(perf_counter())
-        return self._joined(*args)
-
-
 @contextmanager
 def watched_joins(engine: Engine) -> Iterator[list[float]]:
     """Yield the list of times at which joined passes of an engine begin; empty if it joins nothing."""
     step: Any = engine.step
+    began: list[float] = []
     if not hasattr(step, "joined"):
-        yield []
+        yield began
         return
-    joined = step.joined
-    step.joined = watch = WatchedPass(joined)
+    begin = step._begin_joined  # noqa: SLF001
+
+    def noted(*args: Any) -> None:
+        began.append(perf_counter())
+        begin(*args)
+
+    step._begin_joined = noted  # noqa: SLF001
     try:
-        yield watch.began
+        yield began
     finally:
-        step.joined = joined
+        del step._begin_joined  # noqa: SLF001
 
 
 def passes_of(engine: Engine, run: Callable[[], object]) -> list[Pass]:

@@ -1,9 +1,9 @@
 """Compare causal attention over whole prompts with torch's libraries on the same shapes.
 
-Each length has as many prompts as make ``--tokens`` tokens. Our kernel reads queries, keys and values as
+Each length has as many prompts as make ``TOKENS`` tokens. Our kernel reads queries, keys and values as
 slices of one projection, and also stores keys and values into a paged cache; the libraries read contiguous
 tensors ``[B, H, T, D]``, and store nothing. All run in turns; a turn's calls follow each other on the device.
-The record is DIR/MODEL/prompt_attention.json; it keeps other lengths of the same commit.
+The record is DIR/MODEL/prompt_attention.json, rewritten after each length.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rosellm.bench.workloads import MODERN_MODEL
 from rosellm.errors import OptionError
-from rosellm.lab.records.earlier import in_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import number
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.arch import Arch
@@ -139,16 +138,17 @@ def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def measure(asked: Asked) -> Iterator[Record]:
     """Measure every length; print the result after each."""
-    arch, tokens = asked.arch, asked["tokens"]
+    arch, lengths = asked.arch, asked.size.contexts(*LENGTHS)
+    tokens = min(TOKENS, 4 * asked.size.prompt)
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}
     facts |= {"tokens": tokens, "dtype": str(DTYPES[asked.device]).removeprefix("torch.")}
-    lengths = sorted(set(asked["lengths"]))
     parts = {str(n): partial(measure_length, arch, n, tokens, asked.where, asked["repeats"]) for n in lengths}
-    path, begun = asked.folder / f"{NAME}.json", asked.record(NAME, **facts, figures={})
-    for record, length, figures in in_parts(path, begun, parts, order=int):
-        yield record
+
+    def told(length: str, figures: dict[str, Any]) -> str:
         speeds = " · ".join(f"{name} {number(speed)}" for name, speed in tflop_s(figures).items())
-        print(f"{figures['prompts']} × {int(length):,}, TFLOP/s: {speeds}", flush=True)
+        return f"{figures['prompts']} × {int(length):,}, TFLOP/s: {speeds}"
+
+    yield from in_parts(asked, asked.record(NAME, **facts, figures={}), parts, told, order=int)
 
 
 def _refuse(asked: Asked) -> None:
@@ -156,5 +156,4 @@ def _refuse(asked: Asked) -> None:
         raise OptionError(f"{asked.model} has a window of {window} tokens; prompts are compared without")
 
 
-DEFAULTS = {"lengths": LENGTHS, "tokens": TOKENS, "repeats": TURNS}
-EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, MODERN_MODEL, own_folder=True, refuse=_refuse)]
+EXPERIMENTS = [Experiment(NAME, measure, {"repeats": TURNS}, MODERN_MODEL, own_folder=True, refuse=_refuse)]

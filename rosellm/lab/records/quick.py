@@ -12,11 +12,11 @@ import gc
 import io
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -25,100 +25,80 @@ from rosellm.bench.record import write_record
 from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, describe
-from rosellm.lab.records.earlier import in_parts, kept_parts
-from rosellm.lab.records.experiment import Asked
+from rosellm.lab.records.experiment import Asked, in_parts, kept_parts
 from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
 from rosellm.lab.records.records import Results, results_folder
 from rosellm.lab.records.registry import EXPERIMENTS
-from rosellm.lab.records.rungs import runnable
-from rosellm.lab.records.runs import whole_run
-from rosellm.lab.records.sizes import SIZES
-from rosellm.lab.records.step_records import ladder_steps, step_shape
+from rosellm.lab.records.runs import runnable
+from rosellm.lab.records.sizes import WHOLE
+from rosellm.lab.records.step_time import ladder_steps, step_shape
 from rosellm.models.loading import resolve_device
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
-MODEL, SIZE = "gpt2", "full"
+MODEL = "gpt2"
 EFFORT = {  # per rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
 QUICK = {  # experiments that take at full size less than a minute each
-    "cuda": (
-        "bookkeeping",
-        "kv_append",
-        "autotune",
-        "kv_pressure",
-        *(f"lengths-{batch}" for batch in BATCHES),
-    ),
-    "cpu": ("bookkeeping", "kv_append"),
+    "cuda": ["bookkeeping", "kv_append", "autotune", "kv_pressure", *(f"lengths-{n}" for n in BATCHES)],
+    "cpu": ["bookkeeping", "kv_append"],
 }
 LEAVING_S = 15.0  # for the step in progress when time is up, and interpreter shutdown
 AGAIN_S = 2.0  # repeat: an exception raised in a finalizer is lost
-REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # warm-up runs, measured runs
+RUNS = {"cuda": {"warmups": 1, "repeats": 3}, "cpu": {"warmups": 0, "repeats": 1}}
 
 
 class TimeIsUp(KeyboardInterrupt):
     """Raised wherever the process is when time is up; the record in progress is dropped."""
 
 
-class Job(NamedTuple):
-    """A record to make: its file's name without suffix, and the function that writes it."""
-
-    name: str
-    run: Callable[[], None]
-
-
 class Recorder:
     """Makes one device's records in ``folder``, with the model loaded once."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
-        self.device, self.folder = device, folder
         self.results = Results(folder)
+        self.asked = Asked(MODEL, LOAD_FORMAT, device.type, WHOLE, folder, RUNS[device.type])
         self.ends = ["dense", get_rung(None, device)]
-        self.warmups, repeats = REPEATS[device.type]
-        options = {"repeats": repeats}
-        self.asked = Asked(MODEL, LOAD_FORMAT, device.type, SIZES[SIZE], folder, options)
         others = [rung for rung in runnable(device, self.asked.arch) if rung not in self.ends]
         self.rungs = [*self.ends, *others]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> dict[str, Callable[[], None]]:
         """Return what is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
         short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
-        names = ["ceilings"] if self.device.type == "cuda" else []
+        names = ["ceilings"] if self.asked.device == "cuda" else []
         names += ["steps-W0", *_runs(short, self.ends), "steps-W1", "steps-W3", "steps-W2"]
         names += _runs(longer, self.ends) + _runs((*short, *longer), self.rungs[len(self.ends) :])
-        names += QUICK[self.device.type]
-        return [Job(name, partial(self.run, name)) for name in names if not self._is_done(name)]
+        names += QUICK[self.asked.device]
+        return {name: partial(self.run, name) for name in names if not self._is_done(name)}
 
     def run(self, name: str) -> None:
         """Make one of the records; the summaries of benchmarks and experiments are not shown."""
-        kind, _, rest = name.partition("-")
+        kind, _, workload = name.partition("-")
         if kind == "steps":
-            return self.steps(rest)
-        with redirect_stdout(io.StringIO()):
-            if kind not in WORKLOADS:
-                return EXPERIMENTS[name].run(self.asked)
-            (record,) = whole_run(self.asked, kind, ("--rung", rest), self.warmups)
-        write_record(self.folder / f"{name}.json", record)
+            self.steps(name, workload)
+        else:
+            with redirect_stdout(io.StringIO()):
+                EXPERIMENTS[name].run(self.asked)
 
-    def steps(self, workload: str) -> None:
+    def steps(self, name: str, workload: str) -> None:
         """Record every rung's decode step at the workload's size, one rung at a time.
 
         Continues with the rungs that are recorded at this commit.
         """
 
         def turns_us(rung: str) -> list[list[float]]:
-            effort = EFFORT[self.device.type]
+            effort = EFFORT[self.asked.device]
             return ladder_steps(self.asked.gpt, [rung], WORKLOADS[workload], **effort)["turns_us"][rung]
 
-        name = f"steps-{workload}"
-        path = self.folder / f"{name}.json"
-        figures: dict[str, Any] = _shape(name) | {"turns_us": {}}
-        begun = self.asked.record(name, model=MODEL, size=SIZE, figures=figures)
+        path = self.asked.folder / f"{name}.json"
+        batch, context = step_shape(WORKLOADS[workload])
+        figures: dict[str, Any] = {"batch": batch, "context": context, "turns_us": {}}
+        begun = self.asked.record(name, model=MODEL, size=WHOLE.name, figures=figures)
         known = kept_parts(path, begun, [], "turns_us")
         parts = {rung: partial(turns_us, rung) for rung in self.rungs if rung not in known}
-        for record, *_ in in_parts(path, begun, parts, "turns_us", list(LADDER).index):
+        for record in in_parts(self.asked, begun, parts, key="turns_us", order=list(LADDER).index):
             write_record(path, record)
 
     def _is_done(self, name: str) -> bool:
@@ -129,22 +109,13 @@ class Recorder:
         if name not in self.results.names():
             return False
         record = self.results.load(name)
-        if (record.get("model", MODEL), record.get("size", SIZE)) != (MODEL, SIZE):
-            return False
-        if not name.startswith("steps-"):
-            return True
-        steps = record.get("figures", {})
-        return _shape(name).items() <= steps.items() and set(self.rungs) <= steps.get("turns_us", {}).keys()
+        steps = record.get("figures", {}).get("turns_us", {})
+        of_whole = (record.get("model", MODEL), record.get("size", WHOLE.name)) == (MODEL, WHOLE.name)
+        return of_whole and (workload != "steps" or set(self.rungs) <= steps.keys())
 
 
 def _runs(workloads: tuple[str, ...], rungs: list[str]) -> list[str]:
     return [f"{workload}-{rung}" for workload in workloads for rung in rungs]
-
-
-def _shape(name: str) -> dict[str, int]:
-    """Return the batch and context of the record ``steps-WORKLOAD``."""
-    batch, context = step_shape(WORKLOADS[name.removeprefix("steps-")])
-    return {"batch": batch, "context": context}
 
 
 @contextmanager
@@ -163,68 +134,49 @@ def limited_to(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def work_off(jobs: list[Job], seconds: float) -> list[str]:
+def work_off(jobs: Mapping[str, Callable[[], None]], seconds: float) -> list[str]:
     """Run the jobs until time is up, printing a line for each; return the names of those not done.
 
     A job that fails, e.g. for lack of GPU memory, is reported and the next one starts.
     """
-    left = [job.name for job in jobs]
+    left = list(jobs)
     try:
         with limited_to(seconds):
-            for job in jobs:
-                if _succeeds(job):
-                    left.remove(job.name)
+            for name, run in jobs.items():
+                start = time.perf_counter()
+                try:
+                    run()
+                except (RoseError, RuntimeError, MemoryError) as error:
+                    why = str(error) if isinstance(error, RoseError) else describe(error)
+                    print(f"{name}: not recorded: {why.splitlines()[0]}", flush=True)
+                else:
+                    left.remove(name)
+                    print(f"[{time.perf_counter() - start:6.1f} s] {name}", flush=True)
                 gc.collect()
     except TimeIsUp:
         pass
     return left
 
 
-def _succeeds(job: Job) -> bool:
-    start = time.perf_counter()
-    try:
-        job.run()
-    except (RoseError, RuntimeError, MemoryError) as error:
-        why = str(error) if isinstance(error, RoseError) else describe(error)
-        print(f"{job.name}: not recorded: {why.splitlines()[0]}", flush=True)
-        return False
-    print(f"[{time.perf_counter() - start:6.1f} s] {job.name}", flush=True)
-    return True
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
     """Record what this machine still lacks, until time is up."""
-    arguments = _parser().parse_args(argv)
+    parser = OneLineParser(prog="python -m rosellm.lab.records.quick", description=__doc__)
+    add = parser.add_argument
+    add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="time limit in minutes")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--results", type=Path, metavar="DIR", help="folder of the machines; default: notebooks/results")
+    arguments = parser.parse_args(argv)
     device = resolve_device(arguments.device)
     folder = (arguments.results or results_folder()) / this_machine(device)
     folder.mkdir(parents=True, exist_ok=True)
     jobs = Recorder(device, folder).jobs()
     taken = time.time() - psutil.Process().create_time()
     left = work_off(jobs, max(1.0, 60 * arguments.minutes - taken - LEAVING_S))
-    print(_outcome(folder, len(jobs) - len(left), left))
-
-
-def _outcome(folder: Path, done: int, left: list[str]) -> str:
-    """State what was recorded, how to view it, and what to do next."""
-    begun = f" and {left[0]} begun" if left and (folder / f"{left[0]}.json").is_file() else ""
-    told = [f"{done} records made{begun} in {folder}"]
-    if any(folder.glob("*.json")):
-        told[0] += f"; show them with: make notebooks P=record={folder.name}"
+    print(f"{len(jobs) - len(left)} records made in {folder}", end="")
+    print(f"; show them with: make notebooks P=record={folder.name}" if any(folder.glob("*.json")) else "")
     if left:
-        told.append(
-            f"{len(left)} left, {left[0]} first: make measure goes on there (MINUTES=60 takes longer)"
-        )
-    return "\n".join(told)
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="python -m rosellm.lab.records.quick", description=__doc__)
-    add = parser.add_argument
-    add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="time limit in minutes")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
-    add("--results", type=Path, metavar="DIR", help="folder of the machines; default: notebooks/results")
-    return parser
+        print(f"{len(left)} left, {left[0]} first: make measure goes on there (MINUTES=60 takes longer)")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ import torch
 from rosellm.bench import benchmark_kv_append
 from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, Workload
 from rosellm.errors import RoseError, describe
-from rosellm.lab.records import experiments, robustness, step_records
+from rosellm.lab.records import ablations as between_rungs, experiments, robustness
 from rosellm.lab.records.bench import Bench, get_model, make_prompts, run_recipe
-from rosellm.lab.records.earlier import in_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record, table
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts, table
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.ledger import (
     WARM_UP_STEPS,
@@ -31,11 +30,10 @@ from rosellm.lab.records.ledger import (
     tokens_before_profile,
     tokens_needed,
 )
-from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps, positions_for
+from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
 from rosellm.lab.records.model_ledgers import workload_ledger
-from rosellm.lab.records.rungs import runnable
-from rosellm.lab.records.sizes import Size
-from rosellm.lab.records.step_records import STEP_WORKLOADS, step_shape
+from rosellm.lab.records.runs import runnable
+from rosellm.lab.records.step_time import STEP_WORKLOADS, figures_of, ladder_steps, step_shape
 from rosellm.lab.records.trace import record_trace
 from rosellm.lab.records.turns import each
 from rosellm.models.checkpoint import SHIPPED
@@ -44,9 +42,6 @@ from rosellm.roseinfer.recipe import BEFORE
 
 TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_launch")
 STEPS = 2  # of a timeline
-GRID_CONTEXTS = (64, 256, 512, 1000)
-LONGEST_TUNED = 960
-ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
 APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbenchmark
 
 
@@ -71,7 +66,7 @@ def counts(asked: Asked) -> dict:
     }
 
 
-def equality(asked: Asked) -> Iterator[Record]:
+def equality(asked: Asked) -> dict:
     """Compare every rung's tokens and logits with ``dense``, in fp32, fp16 and bf16, on the shipped model."""
     size, lengths = asked.size, asked.size.contexts(1, 2, 5, 63, 64, 65, 130)
     batch, tokens = min(14, size.rows), min(64, size.new_tokens)
@@ -80,7 +75,7 @@ def equality(asked: Asked) -> Iterator[Record]:
         model = get_model(SHIPPED, asked.device, dtype)
         rungs = runnable(model.device, model.config)
         figures[dtype] = experiments.equality(model, rungs, lengths, batch, tokens)
-    yield asked.record("equality", model=SHIPPED, size=size.name, figures=figures)
+    return figures
 
 
 def ceilings(asked: Asked) -> dict:
@@ -113,7 +108,7 @@ def autotune(asked: Asked) -> dict:
     model, size = asked.gpt, asked.size
     launches = [
         experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
-        for batch, length in each("autotune", ((8, 128), (64, 256), (64, LONGEST_TUNED), (256, 64)))
+        for batch, length in each("autotune", ((8, 128), (64, 256), (64, 960), (256, 64)))
     ]
     return {"launches": launches}
 
@@ -153,9 +148,8 @@ def ledger_at(model: Transformer, rung: str, batch: int, context: int, steps: in
 
 def ledger_w6(asked: Asked) -> dict:
     """Account for a step of the largest workload, on the best rung."""
-    w = asked.workload("W6")
-    context = _prompt_length(w) + w.max_new_tokens // 2
-    return {asked.best: ledger_at(asked.gpt, asked.best, w.max_batch_size, context)}
+    batch, context = step_shape(asked.workload("W6"))
+    return {asked.best: ledger_at(asked.gpt, asked.best, batch, context + 1)}
 
 
 def ledger_w8(asked: Asked) -> dict:
@@ -170,7 +164,7 @@ def ledger_w8(asked: Asked) -> dict:
 def grid(asked: Asked) -> dict:
     """Time steps of the best rung over batch size and context; for few rows also with ``split_kv``."""
     model, size, best = asked.gpt, asked.size, asked.best
-    contexts, few = size.contexts(*GRID_CONTEXTS), size.contexts(256, 512, 768, 1000)
+    contexts, few = size.contexts(64, 256, 512, 1000), size.contexts(256, 512, 768, 1000)
 
     def rows(rung: str, batches: Sequence[int], contexts: list[int]) -> list[dict]:
         sizes = each(f"grid, {rung}, batch", size.batches(*batches))
@@ -211,7 +205,7 @@ def lengths(asked: Asked, batch: int) -> dict:
     """Time steps with equal and unequal contexts of the same sum, rows whole and split."""
     size, model = asked.size, asked.gpt
     rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
-    return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
+    return figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
 FIRST_TOKENS = """
@@ -243,10 +237,9 @@ def cold_start(asked: Asked) -> dict:
 
 def kv_pressure(asked: Asked) -> dict:
     """Measure throughput with a quarter of the KV blocks that all requests need, and with all of them."""
-    sized = (asked.workload(name) for name in each("kv_pressure", ("W6", "W7")))
     return {
-        w.id: robustness.kv_pressure(asked.gpt, w.num_requests, _prompt_length(w), w.max_new_tokens)
-        for w in sized
+        name: robustness.kv_pressure(asked.gpt, asked.workload(name))
+        for name in each("kv_pressure", ("W6", "W7"))
     }
 
 
@@ -268,17 +261,10 @@ def determinism(asked: Asked) -> dict:
     }
 
 
-def steps(asked: Asked, workload: str) -> dict:
-    """Time a decode step on every rung, at a workload's batch size and mid-run context."""
-    model, sized = asked.gpt, asked.workload(workload)
-    rungs = runnable(model.device, model.config)
-    return step_records.ladder_steps(model, rungs, sized, **asked.size.effort)
-
-
-def modern_steps(asked: Asked, workload: str) -> dict:
-    """Time a decode step of a modern model on every rung that can run it."""
+def steps(asked: Asked, workload: str, **effort: Any) -> dict:
+    """Time a decode step on every rung that can run the model, at a workload's batch and mid-run context."""
     rungs, sized = runnable(asked.where, asked.arch), asked.workload(workload)
-    return step_records.ladder_steps(asked.gpt, rungs, sized, engines=1, seconds=0.2, turns=2)
+    return ladder_steps(asked.gpt, rungs, sized, **effort or asked.size.effort)
 
 
 def ledgers(asked: Asked) -> Iterator[Record]:
@@ -296,102 +282,67 @@ def ledgers(asked: Asked) -> Iterator[Record]:
             print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
             return None
 
+    def told(name: str, figures: dict[str, Any]) -> str:
+        ledger = Ledger.from_dict(figures)
+        return f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}"
+
     parts = {name: partial(account, name) for name in asked["workloads"]}
     begun = asked.record("ledgers", model=asked.model, figures={})
-    for record, name, figures in in_parts(
-        asked.folder / "ledgers.json", begun, parts, order=list(MODEL_WORKLOADS).index
-    ):
-        if figures is not None:
-            yield record
-            ledger = Ledger.from_dict(figures)
-            print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
+    yield from in_parts(asked, begun, parts, told, order=list(ALL_WORKLOADS).index)
     if failed:
         raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
-
-
-def _refuse_ledgers(asked: Asked) -> None:
-    if unknown := [name for name in asked["workloads"] if name not in MODEL_WORKLOADS]:
-        raise RoseError(f"ledgers: workload {unknown[0]!r} is unknown; use {', '.join(MODEL_WORKLOADS)}")
 
 
 def ablations(asked: Asked, workload: str) -> dict:
     """Time the variants between two rungs where one field changes several things."""
     model, sized = asked.gpt, asked.workload(workload)
     return {
-        rung: step_records.ablation_steps(model, rung, sized, **asked.size.effort)
-        for rung in each(f"ablations-{workload}", step_records.ABLATED)
+        rung: between_rungs.ablation_steps(model, rung, sized, **asked.size.effort)
+        for rung in each(f"ablations-{workload}", between_rungs.BETWEEN)
     }
 
 
 def leave_one_out(asked: Asked, workload: str) -> dict:
     """Measure whole runs with each field of the best recipe alone reverted."""
-    return step_records.leave_one_out(asked.gpt, asked.workload(workload), best=asked.best)
+    return between_rungs.leave_one_out(asked.gpt, asked.workload(workload), best=asked.best)
 
 
-def _half(*names: str) -> Callable[[Size], int]:
-    """Return the positions of a ledger's or a stretch's steps at half of the requests' output."""
-    return lambda size: (
-        max(_longest(size, name) - _sized(size, name).max_new_tokens // 2 for name in names) + ROOM
-    )
-
-
-def _all(*names: str) -> Callable[[Size], int]:
-    """Return the positions of whole requests."""
-    return lambda size: max(_longest(size, name) for name in names)
-
-
-def _sized(size: Size, name: str) -> Workload:
-    return size.of(ALL_WORKLOADS[name])
-
-
-def _longest(size: Size, name: str) -> int:
-    w = _sized(size, name)
-    return w.shared_prefix_tokens + (w.prompt_tokens or 1) + w.max_new_tokens
-
-
-def _unequal(size: Size) -> int:
-    return positions_for(min(MEAN, size.prompt // TIMES))
-
-
-def _prompt_length(workload: Workload) -> int:
-    if workload.prompt_tokens is None:
-        raise RoseError(f"workload {workload.id} has prompts of text; name one of random token ids")
-    return workload.prompt_tokens
+def _of_workloads(kind: Callable[..., dict], names: Sequence[str], **places: Any) -> list[Experiment]:
+    return [
+        table(f"{kind.__name__}-{name}", partial(kind, workload=name), workloads=[name], **places)
+        for name in names
+    ]
 
 
 LEDGERS = ("D1", "D8", "D64", "L8K", "L32K", "PRE")
 MODERN: dict[str, Any] = {"model": MODERN_MODEL, "own_folder": True}
 EXPERIMENTS = [
-    table("counts", counts, positions=lambda size: 8 + min(32, size.new_tokens)),
-    Experiment("equality", equality, model=None),
-    table("autotune", autotune, needs_gpu=True, positions=lambda size: min(LONGEST_TUNED, size.prompt)),
+    table("counts", counts),
+    table("equality", equality, model=None),
+    table("autotune", autotune, needs_gpu=True),
     table("ceilings", ceilings, needs_gpu=True),
-    table("timelines", timelines, positions=_half("W1")),
+    table("timelines", timelines, workloads=["W1"]),
     Experiment("bookkeeping", bookkeeping, model=None),
     Experiment("kv_append", kv_append, model=None),
-    table("ledger", ledger, positions=_half(*STEP_WORKLOADS)),
-    table("ledger_w6", ledger_w6, positions=_half("W6")),
-    table("ledger_w8", ledger_w8, positions=_half("W8")),
-    table("grid", grid, positions=lambda size: max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM),
+    table("ledger", ledger, workloads=STEP_WORKLOADS),
+    table("ledger_w6", ledger_w6, workloads=["W6"]),
+    table("ledger_w8", ledger_w8, workloads=["W8"]),
+    table("grid", grid),
     table("cold_start", cold_start),
-    table("kv_pressure", kv_pressure, positions=_all("W6", "W7")),
-    table("determinism", determinism, positions=_all(*WORKLOADS)),
+    table("kv_pressure", kv_pressure, workloads=["W6", "W7"]),
+    table("determinism", determinism, workloads=list(WORKLOADS)),
+    *(table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True) for batch in BATCHES),
+    *_of_workloads(steps, STEP_WORKLOADS),
+    *_of_workloads(ablations, STEP_WORKLOADS),
+    *_of_workloads(leave_one_out, ("W1", "W2", "W3")),
     *(
-        table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True, positions=_unequal)
-        for batch in BATCHES
-    ),
-    *(
-        table(f"{kind.__name__}-{name}", partial(kind, workload=name), positions=_half(name))
-        for kind in (steps, ablations)
-        for name in STEP_WORKLOADS
-    ),
-    *(
-        table(f"leave_one_out-{name}", partial(leave_one_out, workload=name), positions=_all(name))
-        for name in step_records.WHOLE_RUNS
-    ),
-    *(
-        table(f"steps-{name}", partial(modern_steps, workload=name), positions=_half(name), **MODERN)
+        table(
+            f"steps-{name}",
+            partial(steps, workload=name, engines=1, seconds=0.2, turns=2),
+            workloads=[name],
+            **MODERN,
+        )
         for name in MODEL_WORKLOADS
     ),
-    Experiment("ledgers", ledgers, {"workloads": LEDGERS}, refuse=_refuse_ledgers, **MODERN),
+    Experiment("ledgers", ledgers, {"workloads": LEDGERS}, **MODERN),
 ]

@@ -52,6 +52,16 @@ def number(value: float | None) -> str:
     return (f"{value:.{decimals}f}" if decimals < 6 else f"{value:.3g}").replace("-", "−")
 
 
+def short_name(model: str) -> str:
+    """Convert e.g. ``Qwen/Qwen3-0.6B`` to ``Qwen3-0.6B``."""
+    return Path(model).name
+
+
+def recorded_models(results: Results) -> list[str]:
+    """Return the models that have records of whole runs."""
+    return sorted({path.parent.name for path in results.folder.glob("*/D1.json")})
+
+
 def signed(share: float, decimals: int = 1) -> str:
     """Format a share as a signed percentage: ``+2.5%``, ``−4.4%``; unsigned if it rounds to zero."""
     told = f"{share:+.{decimals}%}".replace("-", "−")

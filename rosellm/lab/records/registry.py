@@ -23,21 +23,12 @@ from rosellm.lab.records import (
     versions,
 )
 from rosellm.lab.records.experiment import Asked
-from rosellm.lab.records.rungs import runnable
+from rosellm.lab.records.runs import runnable
 
 ROOMS = (
-    runs,
-    recordings,
-    sampling_steps,
-    prompt_attention,
-    arrivals,
-    one_pass,
-    first_request,
-    llama_1b_protocol,
-    versions,
-    all_reduce,
-    two_gpus,
-)
+    runs, recordings, sampling_steps, prompt_attention, arrivals, one_pass, first_request, llama_1b_protocol,
+    versions, all_reduce, two_gpus,
+)  # fmt: skip
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
 DEFAULT = [f"W{i}" for i in range(6)] + [one.name for one in recordings.EXPERIMENTS if not one.own_folder]

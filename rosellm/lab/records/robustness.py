@@ -25,66 +25,50 @@ from rosellm.roseinfer.sampling import SamplingParams
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def whole_runs(
-    engines: dict[str, Engine], prompts: list[list[int]], new_tokens: int, repeats: int
-) -> dict[str, dict[str, Any]]:
-    """Run whole workloads on each engine, alternating after a warm-up; return every repeat's figures."""
-    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+def whole_runs(workload: Workload, engines: dict[str, Engine], repeats: int) -> dict[str, dict[str, Any]]:
+    """Run a workload on each engine, alternating after a warm-up; return every repeat's figures."""
+    vocab_size = next(iter(engines.values())).config.vocab_size
+    prompts = make_prompts(workload.num_requests, workload.prompt_tokens or 1, vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
 
     def run(engine: Engine) -> dict[str, Any]:
         return run_scheduler(Job(engine, prompts, params))
 
     runs = runs_in_turns({name: partial(run, engine) for name, engine in engines.items()}, repeats)
-    return {
-        name: {
-            "num_kv_blocks": engines[name].num_kv_blocks,
-            "tok_s": own["medians"]["total_throughput_tok_s"],
-            **own,
-        }
-        for name, own in runs.items()
-    }
+    for name, own in runs.items():
+        blocks, tok_s = engines[name].num_kv_blocks, own["medians"]["total_throughput_tok_s"]
+        runs[name] = {"num_kv_blocks": blocks, "tok_s": tok_s, **own}
+    return runs
+
+
+def _blocks_each(workload: Workload, block_size: int = 64) -> int:
+    """Return the KV blocks that a request needs."""
+    return blocks_for((workload.prompt_tokens or 1) + workload.max_new_tokens - 1, block_size)
 
 
 def kv_pressure(
-    model: Transformer,
-    n: int,
-    prompt_tokens: int,
-    new_tokens: int,
-    share: float = 0.25,
-    repeats: int = 3,
-    **options: Any,
+    model: Transformer, workload: Workload, share: float = 0.25, repeats: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """Run ``n`` requests at once with the KV blocks that all of them need, and with ``share`` of those."""
-    prompts = make_prompts(n, prompt_tokens, model.config.vocab_size)
-    block_size = options.get("block_size", 64)
-    each = blocks_for(prompt_tokens + new_tokens - 1, block_size)
+    """Run all requests at once with the KV blocks that they need together, and with ``share`` of those."""
+    n, each = workload.num_requests, _blocks_each(workload, options.get("block_size", 64))
     pools = {"ample": n * each, "tight": max(each, int(n * each * share))}
     engines = {
         name: Engine(model, max_batch_size=n, num_kv_blocks=blocks, **options)
         for name, blocks in pools.items()
     }
-    runs = whole_runs(engines, prompts, new_tokens, repeats)
-    return {
-        "requests": n,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "share": share,
-        "ratio": runs["tight"]["tok_s"] / runs["ample"]["tok_s"],
-        **runs,
-    }
+    runs = whole_runs(workload, engines, repeats)
+    sizes = {"prompt_tokens": workload.prompt_tokens, "new_tokens": workload.max_new_tokens, "share": share}
+    return {"requests": n, **sizes, "ratio": runs["tight"]["tok_s"] / runs["ample"]["tok_s"], **runs}
 
 
 def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -> dict[str, Any]:
     """Return a workload's throughput without and with ``deterministic``, and the share that it costs."""
-    lengths = 1 if workload.prompt_tokens is None else workload.prompt_tokens
-    prompts = make_prompts(workload.num_requests, lengths, model.config.vocab_size)
     batch = workload.max_batch_size
-    blocks = batch * blocks_for(lengths + workload.max_new_tokens - 1, 64)
+    sizes: dict[str, Any] = {"max_batch_size": batch, "num_kv_blocks": batch * _blocks_each(workload)}
     engines = {
-        name: Engine(model, max_batch_size=batch, num_kv_blocks=blocks, deterministic=name == "invariant")
-        for name in ("fast", "invariant")
+        name: Engine(model, deterministic=name == "invariant", **sizes) for name in ("fast", "invariant")
     }
-    runs = whole_runs(engines, prompts, workload.max_new_tokens, repeats)
+    runs = whole_runs(workload, engines, repeats)
     return {"cost": 1 - runs["invariant"]["tok_s"] / runs["fast"]["tok_s"], **runs}
 
 

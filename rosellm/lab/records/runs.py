@@ -1,4 +1,4 @@
-"""Whole runs of the workloads: GPT-2's on every rung, a modern model's on the best one."""
+"""Whole runs of the workloads: GPT-2's on every rung that a device can run, a modern model's on the best."""
 
 from __future__ import annotations
 
@@ -6,49 +6,63 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from rosellm.bench import benchmark_scheduler, benchmark_streaming
 from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS
+from rosellm.errors import RecipeError
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.rungs import check_rung
-from rosellm.lab.records.sizes import Size
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.recipe import LADDER, check_launch
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 
 
-def whole_run(asked: Asked, workload: str, options: tuple[str, ...], warmups: int = 1) -> Iterator[Record]:
-    """Run a workload's benchmark with ``options``, ``warmups`` and ``asked["repeats"]`` times."""
+def check_rung(rung: str, device: torch.device, arch: Arch) -> None:
+    """Raise ``RecipeError``, naming the rung, if the device or the model's shape rules it out."""
+    try:
+        if LADDER[rung].launch == "autotuned" and device.type == "cpu":
+            raise RecipeError("it needs a GPU: a CPU has no launch to tune")
+        check_launch(LADDER[rung], device)
+        LADDER[rung].check_serves(arch)
+    except RecipeError as error:
+        raise RecipeError(f"rung {rung!r}: {error}") from None
+
+
+def runnable(device: torch.device, arch: Arch) -> list[str]:
+    """Return the rungs that can run such a model on the device, in the ladder's order."""
+
+    def can_run(rung: str) -> bool:
+        try:
+            check_rung(rung, device, arch)
+        except RecipeError:
+            return False
+        return True
+
+    return [rung for rung in LADDER if can_run(rung)]
+
+
+def whole_run(asked: Asked, workload: str, options: tuple[str, ...]) -> Iterator[Record]:
+    """Run a workload's benchmark with ``options``, ``asked["repeats"]`` times after ``"warmups"`` (1)."""
     benchmark = BENCHMARKS[ALL_WORKLOADS[workload].form]
-    more = *options, "--warmup-runs", warmups, "--repeat-runs", asked["repeats"]
-    given = benchmark.parse_options(asked.benchmark_options(workload, *more))
+    runs = "--warmup-runs", asked.options.get("warmups", 1), "--repeat-runs", asked["repeats"]
+    given = benchmark.parse_options(asked.benchmark_options(workload, *options, *runs))
     yield benchmark.measure(given, asked.gpt, asked.tokenizer)
-
-
-def _check(asked: Asked, rung: str) -> None:
-    check_rung(rung, asked.where, asked.arch)
-
-
-def positions_of(size: Size, workload: str) -> int:
-    """Return the positions that a workload's longest request needs."""
-    w = size.of(ALL_WORKLOADS[workload])
-    return w.shared_prefix_tokens + max(w.prompt_repeats) * (w.prompt_tokens or 1) + w.max_new_tokens
 
 
 def _experiment(name: str, workload: str, *options: str, **places: Any) -> Experiment:
     measure = partial(whole_run, workload=workload, options=options)
-    return Experiment(
-        name, measure, {"repeats": 3}, positions=partial(positions_of, workload=workload), **places
-    )
+    return Experiment(name, measure, {"repeats": 3}, workloads=[workload], **places)
 
 
-EXPERIMENTS = [
-    *(
-        _experiment(f"{name}-{rung}", name, "--rung", rung, refuse=partial(_check, rung=rung))
-        for name in WORKLOADS
-        for rung in LADDER
-    ),
-    *(
-        _experiment(name, name, "--mode", "offline", model=MODERN_MODEL, own_folder=True)
-        for name in MODEL_WORKLOADS
-    ),
+def _on_rung(workload: str, rung: str) -> Experiment:
+    def refuse(asked: Asked) -> None:
+        check_rung(rung, asked.where, asked.arch)
+
+    return _experiment(f"{workload}-{rung}", workload, "--rung", rung, refuse=refuse)
+
+
+EXPERIMENTS = [_on_rung(workload, rung) for workload in WORKLOADS for rung in LADDER] + [
+    _experiment(name, name, "--mode", "offline", model=MODERN_MODEL, own_folder=True)
+    for name in MODEL_WORKLOADS
 ]

@@ -2,8 +2,7 @@
 
 A step is complete, as in ``step_time``: the model, the choice, and the transfer of logprobs to the host. The
 modes of a batch size alternate on one engine, except for those that compute all logits and sort them, which
-use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size; it keeps other
-batch sizes of the same commit.
+use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal
 
-from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.earlier import in_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import number
 from rosellm.lab.records.step_time import prompt_length, room, turn_us
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.loading import resolve_dtype
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.recipe import RECIPES, Recipe
+from rosellm.roseinfer.recipe import RECIPES
 from rosellm.roseinfer.sampling import SamplingParams
 
 NAME = "sampling_steps"
@@ -84,7 +81,8 @@ def measure_modes(
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     modes = modes_of(batch)
     heads = dict.fromkeys(mode.head for mode in modes.values())
-    benches = {head: Bench(model, _recipe(rung, head), prompts, room()) for head in heads}
+    recipes = {head: replace(RECIPES[rung], head=head) if head else rung for head in heads}
+    benches = {head: Bench(model, recipe, prompts, room()) for head, recipe in recipes.items()}
 
     def turn(mode: Mode) -> float:
         bench = benches[mode.head]
@@ -94,38 +92,25 @@ def measure_modes(
     return in_turns({name: partial(turn, mode) for name, mode in modes.items()}, turns)
 
 
-def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
-    return rung if head is None else replace(RECIPES[rung], head=head)
-
-
 def measure(asked: Asked) -> Iterator[Record]:
     """Measure every batch size; print the result after each."""
-    rung = asked["rung"] or asked.best
+    rung, context = asked.best, min(CONTEXT, asked.size.prompt)
     facts = {"model": asked.model, "load_format": asked.load_format}
     facts["dtype"] = str(resolve_dtype("auto", asked.where, asked.arch)).removeprefix("torch.")
     modes = {name: asdict(mode) for name, mode in MODES.items()}
-    figures = {"rung": rung, "context": asked["context"], "batches": {}, "modes": modes}
+    figures = {"rung": rung, "context": context, "batches": {}, "modes": modes}
 
     def batch_figures(batch: int) -> dict[str, Any]:
-        turns_us = measure_modes(asked.gpt, rung, batch, asked["context"], asked["repeats"])
+        turns_us = measure_modes(asked.gpt, rung, batch, context, asked["repeats"])
         return {name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()}
 
-    parts = {str(batch): partial(batch_figures, batch) for batch in asked["batches"]}
-    begun = asked.record(NAME, **facts, figures=figures)
-    for record, batch, found in in_parts(asked.folder / f"{NAME}.json", begun, parts, "batches", int):
-        yield record
+    def told(batch: str, found: dict[str, Any]) -> str:
         us = {name: one["median_us"] for name, one in found.items()}
-        told = (f"{name} {number(own)} ({own / us[GREEDY]:.2f})" for name, own in us.items())
-        print(f"B={batch}, µs (of greedy): {' · '.join(told)}", flush=True)
+        each = (f"{name} {number(own)} ({own / us[GREEDY]:.2f})" for name, own in us.items())
+        return f"B={batch}, µs (of greedy): {' · '.join(each)}"
+
+    parts = {str(batch): partial(batch_figures, batch) for batch in asked.size.batches(*BATCHES)}
+    yield from in_parts(asked, asked.record(NAME, **facts, figures=figures), parts, told, "batches", int)
 
 
-def _refuse(asked: Asked) -> None:
-    needed, there = prompt_length(asked["context"]) + room(), asked.arch.n_positions
-    if needed > there:
-        raise PromptError(
-            f"a context of {asked['context']} tokens needs {needed} positions; the model has {there}"
-        )
-
-
-DEFAULTS = {"batches": BATCHES, "context": CONTEXT, "rung": None, "repeats": TURNS}
-EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, own_folder=True, refuse=_refuse)]
+EXPERIMENTS = [Experiment(NAME, measure, {"repeats": TURNS}, own_folder=True)]

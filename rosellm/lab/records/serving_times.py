@@ -89,29 +89,22 @@ class ServingTimes:
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
 
 
-def streaming_job(
-    engine: Engine, requests: SequenceOf[Arrival], config: SchedulerConfig | None = None, seed: int = 0
-) -> Job:
-    """Return greedy requests of random token ids with these lengths."""
-    random = np.random.default_rng(seed)
-    prompts = [random.integers(engine.config.vocab_size, size=one.prompt_tokens).tolist() for one in requests]
-    params = [SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in requests]
-    return Job(engine, prompts, params, config)
-
-
 def measure_serving_times(
     engine: Engine, requests: SequenceOf[Arrival], batches: SequenceOf[int], rounds: int = 3
 ) -> ServingTimes:
-    """Stream such requests on the idle engine, all at once, at each batch size in turn, and fit.
+    """Stream greedy requests of these lengths, all at once, at each batch size in turn, and fit.
 
-    rounds: requests per slot.
+    The engine must be idle. rounds: requests per slot.
     """
-    runs = []
+    draw, vocab_size, runs = np.random.default_rng(0), engine.config.vocab_size, []
     for rows in batches:
         several = [requests[i % len(requests)] for i in range(rounds * rows)]
-        job = streaming_job(engine, several, SchedulerConfig(max_batch_size=rows))
+        prompts = [draw.integers(vocab_size, size=one.prompt_tokens).tolist() for one in several]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in several
+        ]
         with watched(engine) as steps:
-            run_streaming(job)
+            run_streaming(Job(engine, prompts, params, SchedulerConfig(max_batch_size=rows)))
         runs.append(steps)
     return fit_serving_times(engine, runs, batches)
 

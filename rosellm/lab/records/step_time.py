@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
-from rosellm.lab.records.bench import Bench, free_memory
+from rosellm.bench.workloads import Workload
+from rosellm.lab.records.bench import Bench, free_memory, make_prompts
 from rosellm.lab.records.ledger import drive
 from rosellm.lab.records.records import RecordError, Results
 from rosellm.lab.records.turns import in_turns
+from rosellm.models.model import Transformer
 
+STEP_WORKLOADS = ("W0", "W1", "W2", "W3")
 STRETCH = 32  # steps
 TURNS = 5  # for each engine
 
@@ -68,6 +72,28 @@ def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
 def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:
     """Convert a record's figures to name → step times."""
     return {name: StepTimes(tuple(map(tuple, engines))) for name, engines in turns_us.items()}
+
+
+def figures_of(batch: int, context: int, steps: Mapping[str, StepTimes]) -> dict[str, Any]:
+    """Return step times for a record; context: mean cached tokens per row."""
+    turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
+    return {"batch": batch, "context": context, "turns_us": turns}
+
+
+def step_shape(workload: Workload) -> tuple[int, int]:
+    """Return a workload's batch size, and its cached tokens per sequence at mid-run.
+
+    A text prompt counts as one token.
+    """
+    return workload.max_batch_size, (workload.prompt_tokens or 1) - 1 + workload.max_new_tokens // 2
+
+
+def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
+    """Time every rung's step at a workload's batch size and mid-run context, in alternation."""
+    batch, context = step_shape(workload)
+    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
+    makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
+    return figures_of(batch, context, measure_steps(makers, **effort))
 
 
 def prompt_length(context: int) -> int:

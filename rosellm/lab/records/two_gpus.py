@@ -23,7 +23,6 @@ from rosellm.errors import DeviceError
 from rosellm.lab.records.all_reduce import two_gpus
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.runs import positions_of
 from rosellm.lab.records.turns import runs_in_turns
 from rosellm.models.families.table import write_arch
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -37,36 +36,22 @@ BLOCK_SIZE = 64
 SPARE_KV_BLOCKS = 8
 
 
-def recorded_models(results: Results) -> list[str]:
-    """Return the short names of the models recorded on two such GPUs."""
-    found = (path.parent.name for kind in KINDS for path in two_gpus(results).folder.glob(f"*/{kind}-*.json"))
-    return sorted(set(found))
-
-
-def recorded(results: Results, model: str) -> dict[str, Any]:
-    """Return the records of ``model``, by its short name, on two such GPUs; empty if there are none.
-
-    ``model_shape``; ``workloads``, by their flags; ``figures``: kind → workload → side → figures.
-    """
-    own = Results(two_gpus(results).folder / model)
-    names = [(kind, f"{kind}-{workload}") for kind in KINDS for workload in ALL_WORKLOADS]
-    records = [(kind, own.load(name)) for kind, name in names if name in own.names()]
-    if not records:
-        return {}
-    figures: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    for kind, record in records:
-        figures[kind][record["workload"]] = record["figures"]
-    return {
-        "model_shape": records[0][1]["model_shape"],
-        "workloads": {record["workload"]: record["flags"] for _, record in records},
-        "figures": figures,
-    }
+def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
+    """Return model → workload → its record of one of ``KINDS`` on two such GPUs, for models with any."""
+    found = {}
+    for folder in sorted(two_gpus(results).folder.glob("*/")):
+        own = Results(folder)
+        names = {workload: f"{kind}-{workload}" for workload in ALL_WORKLOADS}
+        found[folder.name] = {w: own.load(name) for w, name in names.items() if name in own.names()}
+    return {model: records for model, records in found.items() if records}
 
 
 def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
-    """Return model → workload → side → figures of one of ``KINDS``, for the models that have any."""
-    found = {model: recorded(results, model)["figures"][kind] for model in recorded_models(results)}
-    return {model: runs for model, runs in found.items() if runs}
+    """Return model → workload → side → figures of one of ``KINDS``."""
+    return {
+        model: {workload: record["figures"] for workload, record in records.items()}
+        for model, records in recorded(results, kind).items()
+    }
 
 
 def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:
@@ -161,17 +146,13 @@ def _refuse(asked: Asked, kind: str) -> None:
         import_ray()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    TENSOR_PARALLEL: {"repeats": 3, "all_reduce": ()},
-    REPLICAS: {"repeats": 3},
-}
 EXPERIMENTS = [
     Experiment(
         f"{kind}-{name}",
         partial(measure, kind=kind, workload=name),
-        OPTIONS[kind],
+        {"repeats": 3} | ({"all_reduce": ()} if kind == TENSOR_PARALLEL else {}),
         own_folder=True,
-        positions=partial(positions_of, workload=name),
+        workloads=[name],
         refuse=partial(_refuse, kind=kind),
     )
     for kind in KINDS

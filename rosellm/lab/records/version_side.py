@@ -1,26 +1,21 @@
 """One side of a comparison of versions: serves a benchmark's requests on demand.
 
-Run as a file, so that ``rosellm`` is the version on PYTHONPATH, which may be older than this file: everything
-imported must exist in both. Each line in is a request, each line out its answer, both JSON. The form and
-options of a :class:`Benchmark <rosellm.bench.cli.Benchmark>` build the engine and serve the
-requests once; a number of seconds runs for at least that long and returns figures.
+Run as a file with a benchmark's form and options, so that ``rosellm`` is the version on PYTHONPATH, which may
+be older than this file: everything imported must exist in both. Serves the requests once and prints the
+engine's facts; each line in is a number of seconds to run for at least, each line out its figures, as JSON.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import rosellm
 from rosellm.errors import RoseError
@@ -66,33 +61,24 @@ def sample(run: Run, seconds: float) -> dict[str, Any]:
     }
 
 
-def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
-    """Answer a request line; held: contains the run of the most recently prepared benchmark."""
-    if not isinstance(asked, list):
-        return sample(held[0], asked)
-    held.clear()  # frees the engine, too
-    gc.collect()
-    torch.cuda.empty_cache()
-    run, engine = prepare(*asked)
-    held.append(run)
-    return {
-        "package": str(Path(rosellm.__file__).parent),
-        "rung": engine.rung,
-        "num_kv_blocks": engine.num_kv_blocks,
-    }
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Answer until standard input ends; nothing else is printed to standard output."""
-    ArgumentParser(description=__doc__).parse_args(argv)
-    answers, held = sys.stdout, list[Run]()
-    with redirect_stdout(StringIO()):
+def answers(form: str, argv: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield what is to be printed: the engine's facts, then a sample for each line of standard input."""
+    try:
+        run, engine = prepare(form, argv)
+        package = str(Path(rosellm.__file__).parent)
+        yield {"package": package, "rung": engine.rung, "num_kv_blocks": engine.num_kv_blocks}
         for line in sys.stdin:
-            try:
-                answered = answer(json.loads(line), held)
-            except RoseError as error:
-                answered = {"error": str(error)}
-            print(json.dumps(answered), file=answers, flush=True)
+            yield sample(run, float(line))
+    except RoseError as error:
+        yield {"error": str(error)}
+
+
+def main() -> None:
+    """Answer until standard input ends; nothing else is printed to standard output."""
+    out = sys.stdout
+    with redirect_stdout(StringIO()):
+        for answer in answers(sys.argv[1], sys.argv[2:]):
+            print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

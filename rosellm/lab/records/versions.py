@@ -1,9 +1,8 @@
 """Measure whether this checkout's engine is as fast as an earlier commit's: alternating whole runs.
 
-Each side is a process with the package of its commit, its own best rung or the given one, and an engine for
-the current workload; samples of a second or more of whole runs alternate. Both must generate equally many
-tokens; the output says whether they are the same tokens, which may differ in 16 bits with the order of
-summation.
+Each side of a workload is a process with the package of its commit, its own best rung and an engine for the
+workload; samples of a second or more of whole runs alternate. Both must generate equally many tokens; the
+output says whether they are the same tokens, which may differ in 16 bits with the order of summation.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +26,7 @@ from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.environment import CHECKOUT
 from rosellm.errors import OptionError, RoseError
 from rosellm.lab.records import version_side
-from rosellm.lab.records.earlier import in_parts
-from rosellm.lab.records.experiment import Asked, Experiment, Record
+from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import percent_change
 from rosellm.lab.records.turns import runs_in_turns
 
@@ -39,42 +37,41 @@ SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
 
 
 class Side:
-    """A process that runs the package in ``folder``. Raises RoseError if the process ends prematurely."""
+    """A process that runs a benchmark with the package in ``folder``.
 
-    def __init__(self, name: str, folder: Path) -> None:
+    Raises RoseError if the process ends prematurely.
+    """
+
+    def __init__(self, name: str, folder: Path, form: str, options: list[str]) -> None:
         self._name, self._folder = name, folder
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-        command_line, pipe = [sys.executable, version_side.__file__], subprocess.PIPE
+        command_line, pipe = [sys.executable, version_side.__file__, form, *options], subprocess.PIPE
         self._process = subprocess.Popen(
             command_line, env=environment, cwd=folder, stdin=pipe, stdout=pipe, text=True
         )
 
-    def prepare(self, form: str, options: list[str]) -> dict[str, Any]:
-        """Build the engine for a benchmark and serve its requests once; return its rung and KV blocks."""
-        answer = self._ask([form, options])
+    def engine(self) -> dict[str, Any]:
+        """Wait until it has served the requests once; return its rung and KV blocks."""
+        answer = self._answer()
         if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
             raise RoseError(f"the {self._name} side imports {package}, not its own package")
         return answer
 
     def sample(self, seconds: float) -> dict[str, Any]:
         """Run at least once, and until the runs take ``seconds`` in total; return their figures."""
-        return self._ask(seconds)
+        print(seconds, file=cast(IO[str], self._process.stdin), flush=True)
+        return self._answer()
 
     def close(self) -> None:
         """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.communicate()
 
-    def _ask(self, asked: object) -> dict[str, Any]:
-        to, answers = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
-        try:
-            print(json.dumps(asked), file=to, flush=True)
-            answer = answers.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
+    def _answer(self) -> dict[str, Any]:
+        line = cast(IO[str], self._process.stdout).readline()
+        if not line:
             raise RoseError(f"the {self._name} side ended with status {self._process.wait()}; see above")
-        answered = cast(dict[str, Any], json.loads(answer))
+        answered = cast(dict[str, Any], json.loads(line))
         if "error" in answered:
             raise RoseError(f"the {self._name} side: {answered['error']}")
         return answered
@@ -109,31 +106,28 @@ def _git(*arguments: str) -> bytes:
 def measure(asked: Asked) -> Iterator[Record]:
     """Sample each workload on both sides; print the result after each."""
     facts = {"model": asked.model, "load_format": asked.load_format, "size": asked.size.name}
-    begun = asked.record(NAME, **facts, rung=asked["rung"], old_commit=full_hash(asked["old"]), figures={})
-    with ExitStack() as stack:
-        old = stack.enter_context(package_of(begun["old_commit"]))
-        sides = {OLD: Side(OLD, old), NEW: Side(NEW, Path(rosellm.__file__).parents[1])}
-        for side in sides.values():
-            stack.callback(side.close)
-        parts = {name: partial(measure_workload, asked, sides, name) for name in asked["workloads"]}
-        path, order = asked.folder / f"{NAME}.json", list(ALL_WORKLOADS).index
-        for record, name, figures in in_parts(path, begun, parts, order=order):
-            yield record
-            print(told(name, figures), flush=True)
+    begun = asked.record(NAME, **facts, old_commit=full_hash(asked["old"]), figures={})
+    with package_of(begun["old_commit"]) as old:
+        packages = {OLD: old, NEW: Path(rosellm.__file__).parents[1]}
+        parts = {name: partial(measure_workload, asked, packages, name) for name in asked["workloads"]}
+        yield from in_parts(asked, begun, parts, told, order=list(ALL_WORKLOADS).index)
 
 
-def measure_workload(asked: Asked, sides: Mapping[str, Side], workload: str) -> dict[str, dict[str, Any]]:
+def measure_workload(asked: Asked, packages: Mapping[str, Path], workload: str) -> dict[str, dict[str, Any]]:
     """Return side → its engine and samples.
 
     Raises RoseError if the sides' KV caches or their numbers of generated tokens differ.
     """
-    rung = ("--rung", asked["rung"]) if asked["rung"] else ("--paged-attn", "--cuda-graph")
-    form, options = ALL_WORKLOADS[workload].form, asked.benchmark_options(workload, *rung)
-    engines = {name: side.prepare(form, options) for name, side in sides.items()}
-    _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
+    form = ALL_WORKLOADS[workload].form
+    options = asked.benchmark_options(workload, "--paged-attn", "--cuda-graph")  # each side's best rung
     seconds = SAMPLE_S if asked.device == "cuda" else 0.0
-    samples = {name: partial(side.sample, seconds) for name, side in sides.items()}
-    found = runs_in_turns(samples, asked["repeats"])
+    engines, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], dict[str, Any]]]()
+    with ExitStack() as stack:
+        for name, folder in packages.items():
+            side = stack.enter_context(closing(Side(name, folder, form, options)))
+            engines[name], samples[name] = side.engine(), partial(side.sample, seconds)
+        _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
+        found = runs_in_turns(samples, asked["repeats"])
     if len(all_of("completion_tokens", found)) > 1:
         raise RoseError(f"{workload}: the runs make different numbers of tokens")
     return {name: {**engines[name], **figures} for name, figures in found.items()}
@@ -166,5 +160,5 @@ def _refuse(asked: Asked) -> None:
     full_hash(asked["old"])
 
 
-DEFAULTS = {"old": None, "rung": None, "workloads": MEASURED, "repeats": 5}
+DEFAULTS = {"old": None, "workloads": MEASURED, "repeats": 5}
 EXPERIMENTS = [Experiment(NAME, measure, DEFAULTS, refuse=_refuse)]

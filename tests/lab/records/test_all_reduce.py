@@ -13,18 +13,27 @@ import torch
 from rosellm.lab import measure
 from rosellm.lab.records import all_reduce
 from rosellm.lab.records.records import Results
-from tests.lab.measuring import measured, refusal
+from rosellm.models.part import Part
+from tests.helpers import CPU
+from tests.lab.measuring import measured
 from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
 
-FEW = "--repeats=2", "--sizes-kb=8,32"
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two sizes instead of all."""
+    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
+    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
 
 
 @pytest.mark.slow
-def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(tmp_path) -> None:
+def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(
+    tmp_path, few
+) -> None:
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()
     assert all_reduce.recorded(alone) == {}
-    record = measured(tmp_path / "gpu-x2", "all_reduce", *FEW)
+    record = measured(tmp_path / "gpu-x2", "all_reduce", "--repeats=2")
     figures = record["figures"]
     assert record["kind"] == "all_reduce" and all_reduce.recorded(alone) == figures
     assert figures["ranks"] == 2 and figures["dtype"] == "float32"
@@ -36,22 +45,10 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_singl
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path) -> None:
-    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot", "--sizes-kb=8"
+def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, few) -> None:
+    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot"
     figures = measured(tmp_path, "all_reduce", *options)["figures"]
     assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
-
-
-def test_a_way_measured_alone_leaves_the_others_of_the_same_sizes_in_the_record(
-    tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr(all_reduce, "measure", lambda plan: {"us": {way: {} for way in plan.ways}})
-    measured(tmp_path, "all_reduce", *FEW, "--all-reduce=library")
-    us = measured(tmp_path, "all_reduce", *FEW, "--all-reduce=one_shot")["figures"]["us"]
-    assert list(us) == ["none", "library", "one_shot"]
-    capsys.readouterr()
-    told = refusal(capsys, tmp_path, "all_reduce", *FEW, "--all-reduce=one_shot", "--sizes-kb=8")
-    assert "would lose library, measured with another sizes_kb" in told
 
 
 def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
@@ -59,11 +56,10 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
         def summed(self, x):
             return x
 
-    plan = all_reduce.Plan(2, "cpu", ("none", "library"), (8,), 1)
-    bench = all_reduce.SumBench(Deaf(), 0, torch.device("cpu"), plan)
-    assert bench.times("none", 8)["median"] > 0
+    none, library = (all_reduce.SumBench(Deaf(), Part(0, 2), CPU, way) for way in ("none", "library"))
+    assert none.times(8, repeats=1)["median"] > 0
     with pytest.raises(all_reduce.RoseError, match="all_reduce=library of 8192 bytes gives 2, not 6"):
-        bench.times("library", 8)
+        library.times(8, repeats=1)
 
 
 @pytest.mark.slow
@@ -73,25 +69,20 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
     ids=["interrupted-while-ranks-load", "interrupted-while-they-measure", "killed-while-ranks-load"],
 )
 def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
-    endless = ("--device=cpu", "--repeats=1000000", "--sizes-kb=8", f"--output={tmp_path}")
+    endless = ("--device=cpu", "--repeats=1000000", f"--output={tmp_path}")
     with program("-m", "rosellm.lab.measure", "all_reduce", *endless) as process:
         ranks = spawned_by(process, 2)
         time.sleep(after_s)
         os.kill(process.pid, how)
         seconds_until(lambda: have_ended([process.pid, *ranks]), LOADED_WITHIN_S)
         if how == signal.SIGINT:
-            assert process.stderr.read() == "error: interrupted\n"
+            assert process.stderr.read().endswith("error: interrupted\n")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_sum_in_every_way_and_one_shot_beats_the_library_for_one_row(tmp_path) -> None:
-    assert (
-        measure.main(
-            ["all_reduce", "--device=cuda", "--repeats=5", "--sizes-kb=8,512", f"--output={tmp_path}"]
-        )
-        == 0
-    )
+    assert measure.main(["all_reduce", "--device=cuda", "--repeats=5", f"--output={tmp_path}"]) == 0
     us = json.loads((tmp_path / "all_reduce.json").read_text())["figures"]["us"]
     assert set(us) == set(all_reduce.WAYS)
     assert us["one_shot"]["8"]["median"] < us["library"]["8"]["median"]

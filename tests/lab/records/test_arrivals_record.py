@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from rosellm.bench.arrivals import poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.lab.records import arrivals
-from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.exhibits import load_exhibit
-from tests.lab.measuring import measured, refusal
+from tests.lab.measuring import measured
 
 simulated_run = load_exhibit("simulated_fleet").simulated_run
 LONG = "long_prompt", "long_prompt_joined"
@@ -32,8 +29,12 @@ def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
-    record = measured(tmp_path, "arrivals", "--seconds=1", "--limits-ms=60000,60000")
+def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(arrivals, "SECONDS", 1)
+    monkeypatch.setattr(arrivals, "LIMITS_S", (60.0, 60.0))
+    record = measured(tmp_path, "arrivals")
     figures = record["figures"]
     assert record["kind"] == "arrivals" and record["rung"] and figures["limits_s"] == [60.0, 60.0]
     capacity, tokens = figures["capacity_req_s"], figures["at_once"]["completion_tokens"]
@@ -62,14 +63,6 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
         assert record["recipe"]["exhibit"] == exhibit
 
 
-def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(tmp_path, capsys) -> None:
-    (tmp_path / "rose-tiny").mkdir()
-    path = tmp_path / "rose-tiny" / "long_prompt_joined.json"
-    path.write_text(json.dumps({"options": {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}}))
-    told = refusal(capsys, tmp_path, "long_prompt_joined", "--chunks=512,32")
-    assert f"{path} would lose chunks of 128" in told
-
-
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
     asked = BENCHMARK.parse_options(arrivals.long_prompt_options())
     assert asked.prompt_tokens == 16_000 and asked.num_requests == 33 and asked.max_batch_size == 33
@@ -91,25 +84,8 @@ def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     gpt, tokenizer = load_parts("rose-tiny", "cpu")
     engine = arrivals.streaming_engine(gpt, tokenizer, arrivals.streaming_options(workload, 4))
     options = arrivals.streaming_options(workload, 24)
-    live, steps = arrivals.watched_run(engine, options, (60.0, 60.0))
+    live, steps = arrivals.watched_run(engine, options, (float("inf"), 60.0))
     assert sum(one.rows for one in steps if one.kind == "decode") == live["completion_tokens"] - 24
     times = arrivals.times_of(engine, steps)
     made = simulated_run(arrivals.arrivals_of(options), times, 4)
     assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
-
-
-def test_what_is_recorded_is_found_by_model_and_before_that_nothing(tmp_path) -> None:
-    results = Results(tmp_path)
-    assert arrivals.recorded_servers(results) == {} == arrivals.recorded_long_prompt(results)
-    (tmp_path / "Qwen3").mkdir()
-    own = {"model": "gpt2", "max_batch_size": 256, "figures": {"capacity_req_s": 400.0}}
-    (tmp_path / "arrivals.json").write_text(json.dumps(own))
-    (tmp_path / "Qwen3" / "arrivals.json").write_text(json.dumps(own | {"model": "Qwen/Qwen3"}))
-    one = {"max_batch_size": 256, "capacity_req_s": 400.0}
-    assert list(arrivals.recorded_servers(results).items()) == [("Qwen3", one), ("gpt2", one)]
-    medians = {"itl_beside_p50_s": 0.01}
-    both = {"model": "Qwen/Qwen3", "results": {way: {"medians": medians} for way in ("chunked", "whole")}}
-    for name in ("long_prompt", "long_prompt_joined"):
-        (tmp_path / "Qwen3" / f"{name}.json").write_text(json.dumps(both))
-    ways = ("chunked", "whole", "joined, chunked", "joined, whole")
-    assert arrivals.recorded_long_prompt(results) == {"Qwen3": dict.fromkeys(ways, medians)}

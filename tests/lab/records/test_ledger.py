@@ -156,27 +156,35 @@ def test_a_trace_without_two_steps_or_with_one_that_launched_nothing_is_refused(
         account(Trace([*steps(2, 10), kernel("gelu", 1, 2, 1)]))
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
-        ("_persistent_layers_kernel", "layers"),
-        ("void at::native::index_elementwise_kernel<128, 4, index_put_kernel_impl<...>>", "put"),
-        ("nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNT", "GEMM"),
-        ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4>", "GEMM"),
-        ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64", "GEMM"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::Half, float>", "norm"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", "elementwise"),
-        ("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::Half, int>", "embedding"),
-        ("void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>", "embedding"),
-        ("void at::native::reduce_kernel<512, 1, ReduceOp<ArgMaxOps<float>>>", "sampling"),
-        ("void cub::DeviceRadixSortOnesweepKernel<...>", "sampling"),
-        ("mystery", "other"),
-    ],
-)
-def test_library_kernels_are_known_by_their_names(name, role):
-    assert kernel_role(name) == role
+KERNELS = {
+    "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
+    "_persistent_layers_kernel": "layers",
+    "void at::native::index_elementwise_kernel<128, 4, index_put_kernel_impl<...>>": "put",
+    "nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNT": "GEMM",
+    "void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4>": "GEMM",
+    "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64": "GEMM",
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::Half, float>": "norm",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>": "elementwise",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>": "elementwise",
+    "void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::Half, int>": "embedding",
+    "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>": "embedding",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<ArgMaxOps<float>>>": "sampling",
+    "void cub::DeviceRadixSortOnesweepKernel<...>": "sampling",
+    "mystery": "other",
+}
+OPERATORS = {
+    "addmm": "GEMM",
+    "mkldnn::_linear_pointwise": "GEMM",
+    "aten::index_put_": "put",
+    "aten::__or__": "elementwise",
+    "aten::add_": "elementwise",
+    "nothing": "other",
+}
+
+
+def test_library_kernels_and_operators_are_known_by_their_names():
+    assert {name: kernel_role(name) for name in KERNELS} == KERNELS
+    assert {name: operator_role(name) for name in OPERATORS} == OPERATORS
 
 
 def test_every_triton_kernel_of_a_step_says_its_own_role():
@@ -190,18 +198,6 @@ def test_every_triton_kernel_of_a_step_says_its_own_role():
             found |= roles
     assert len(found) >= 15 and set(found.values()) <= CAUSES.keys()
     assert {name: kernel_role(name) for name in found} == found
-
-
-def test_operators_are_known_by_their_names():
-    names = [
-        "addmm",
-        "mkldnn::_linear_pointwise",
-        "aten::index_put_",
-        "aten::__or__",
-        "aten::add_",
-        "nothing",
-    ]
-    assert [operator_role(n) for n in names] == ["GEMM", "GEMM", "put", "elementwise", "elementwise", "other"]
 
 
 def test_ambiguous_work_takes_the_role_of_its_neighbours():

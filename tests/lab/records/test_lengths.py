@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,14 +10,9 @@ import torch
 from rosellm.errors import OptionError, RecipeError
 from rosellm.lab.records import lengths, step_time
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.lengths import attention_kernels, contexts_of, launched, length_steps, positions_for
-from rosellm.lab.records.records import Results
-from rosellm.lab.records.step_records import figures_of
-from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.lab.records.lengths import attention_kernels, contexts_of, launched, length_steps
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from tests.helpers import CPU, MODERN, TRITON_DEVICES, random_model, small_config
-
-row_lengths = load_exhibit("row_lengths")
 
 CUT = Variant(16, 3)
 
@@ -38,12 +32,7 @@ def test_contexts_have_one_sum_and_every_row_a_token(batch, mean):
         assert max(found["spread"]) > 1.5 * mean and found["spread"] != sorted(found["spread"])
 
 
-def test_the_longest_row_fits_the_positions_that_are_told():
-    most = row_lengths.mean_within(512)
-    assert positions_for(most) <= 512 < positions_for(most + 1)
-    assert row_lengths.mean_within(1024) == lengths.MEAN and positions_for(lengths.MEAN) <= 1024
-    with pytest.raises(OptionError, match="need 50 positions; there are 49"):
-        row_lengths.mean_within(49)
+def test_a_mean_without_a_share_for_each_row_is_refused():
     with pytest.raises(OptionError, match="mean is 3; give 4 or more"):
         contexts_of(8, 3)
 
@@ -81,7 +70,7 @@ def test_an_engine_without_variants_of_attention_says_so():
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["single heads", "groups"])
-def test_steps_of_every_share_are_timed_whole_and_cut_and_read_back(shape, device, monkeypatch, tmp_path):
+def test_steps_of_every_share_are_timed_whole_and_cut_and_read_back(shape, device, monkeypatch):
     monkeypatch.setattr(step_time, "STRETCH", 2)
     model = random_model(5, small_config(n_layers=1, **shape)).to(device)
     launched_by = {}
@@ -101,28 +90,9 @@ def test_steps_of_every_share_are_timed_whole_and_cut_and_read_back(shape, devic
     assert launched_by == {"whole": {(group, False)}, "cut": {(group, True)}}
     names = [f"{share}, {way}" for share in ("equal", "spread", "one long") for way in ("whole", "cut")]
     assert list(steps) == names and all(one.us > 0 for one in steps.values())
-    (tmp_path / "lengths-64.json").write_text(json.dumps({"figures": figures_of(3, 8, steps)}))
-    read = row_lengths.recorded_lengths(Results(tmp_path))
-    assert list(read) == [64] and list(read[64]) == names
-    assert read[64]["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("whole", "cut", "faster"),
-    [
-        ((5, 6), (8, 9), "whole"),
-        ((5, 6), (2, 3), "cut"),
-        ((5, 6), (7, 8), "either"),
-        ((5, 7), (6, 9), "either"),
-        ((5, 5), (5, 5), "either"),
-    ],
-)
-def test_a_way_is_faster_if_its_engines_are_apart_by_more_than_twice_their_spread(whole, cut, faster):
-    steps = {
-        f"spread, {way}": step_time.StepTimes(tuple((float(us),) for us in engines))
-        for way, engines in (("whole", whole), ("cut", cut))
-    }
-    assert row_lengths.faster_way(steps, "spread") == faster
+    read = step_time.step_times(step_time.figures_of(3, 8, steps)["turns_us"])
+    assert list(read) == names
+    assert read["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU all kernels are Triton's")

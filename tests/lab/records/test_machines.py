@@ -12,10 +12,7 @@ from rosellm.lab.records import first_request, machines as machines_module
 from rosellm.lab.records.machines import HERE, beside, check_same_size, find_machines, name_of, names_of
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
 from rosellm.lab.rung import open_rung
-from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.made_up_machine import FOLDER, LACKING, NAME, add_made_up_machine
-
-models = load_exhibit("models")
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +173,3 @@ def test_the_ladder_has_a_dot_for_each_of_a_machines_values_and_names_it(machine
     assert [list(trace.x) for trace in dots] == [list(values[NAME].values())]
     lacking = ladder_chart({"dense": 1.0}, "tok/s", title="t", beside=values_beside(machines[1:], LACKING))
     assert f"{NAME}: no record" in [note.text for note in lacking.layout.annotations]
-
-
-def test_a_modern_models_chart_and_ladder_take_machines_with_and_without_it(machines, folder):
-    model, speeds_beside = "Qwen3-0.6B", load_exhibit("model_ladder").speeds_beside
-    assert speeds_beside(machines[1:], model, "D1") == {NAME: {}}
-    assert NAME in models.against_floor(machines, model).table.splitlines()[0]
-    shutil.copytree(machines[0].folder / model, machines[1].folder / model)
-    speeds = speeds_beside(machines, model, "D1")
-    assert speeds["NVIDIA H200"] == speeds[NAME] and speeds[NAME]["dense"] > 0
-    (drawn,) = (trace.x for trace in models.against_floor(machines, model).data if trace.name == NAME)
-    rows = {row.workload: row for row in models.table(machines[0], model)}
-    lease = [rows[row.workload] for row in models.lease_table(machines[0], model)]
-    assert list(drawn) == pytest.approx([100 * models.shares_of_floor(row)[0] for row in lease])
-    shutil.rmtree(machines[1].folder / model)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 from rosellm.errors import OptionError
 from rosellm.lab.records import prompt_attention
 from tests.helpers import MODERN, small_config
-from tests.lab.measuring import measured, refusal
+from tests.lab.measuring import measured
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "qwen3"])
@@ -21,9 +21,12 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
-    options = "--model=rose-tiny", "--lengths=64,9", "--tokens=128", "--repeats=2"
-    record = measured(tmp_path, "prompt_attention", *options)
+def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(prompt_attention, "LENGTHS", (9, 64))
+    monkeypatch.setattr(prompt_attention, "TOKENS", 128)
+    record = measured(tmp_path, "prompt_attention", "--model=rose-tiny", "--repeats=2")
     (heads, _, head_dim), figures = record["heads"], record["figures"]
     for length, prompts in ((9, 14), (64, 2)):
         found = figures[str(length)]
@@ -33,18 +36,6 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_pa
         assert 0 <= found["largest_difference"][prompt_attention.FLASH] < 1e-4
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in said[:2]] == ["14 × 9", "2 × 64"]
-
-
-def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsys, monkeypatch) -> None:
-    found = {"prompts": 1, "flop": 1e6, "us": {"rosellm": [1.0]}, "largest_difference": {}}
-    monkeypatch.setattr(prompt_attention, "measure_length", lambda *_given: found)
-    asked = "prompt_attention", "--model=rose-tiny"
-    for length in (64, 9):
-        record = measured(tmp_path, *asked, "--tokens=128", f"--lengths={length}")
-    assert list(record["figures"]) == ["9", "64"]
-    capsys.readouterr()
-    told = refusal(capsys, tmp_path, *asked, "--tokens=256", "--lengths=9")
-    assert "would lose 64, measured with another tokens" in told
 
 
 def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_says_so(

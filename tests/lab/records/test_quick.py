@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rosellm.errors import RoseError
 from rosellm.lab.records import experiment, experiments, quick
 from rosellm.lab.records.bench import get_parts
 from rosellm.lab.records.machines import find_machines, this_machine
-from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited_to, work_off
+from rosellm.lab.records.quick import Recorder, TimeIsUp, limited_to, work_off
 from rosellm.lab.records.records import REFERENCE
 from rosellm.lab.records.registry import EXPERIMENTS
 
@@ -30,15 +31,11 @@ def recorder(tmp_path, monkeypatch) -> Recorder:
 
 
 def read(recorder: Recorder, name: str) -> dict:
-    return json.loads((recorder.folder / f"{name}.json").read_text())
-
-
-def left(recorder: Recorder) -> list[str]:
-    return [job.name for job in recorder.jobs()]
+    return json.loads((recorder.results.folder / f"{name}.json").read_text())
 
 
 def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_before_long_ones(recorder):
-    names = left(recorder)
+    names = list(recorder.jobs())
     assert names[:3] == ["steps-W0", "W0-dense", "W0-split_kv"]
     assert names.index("W1-split_kv") < names.index("W2-dense") < names.index("W0-paged")
     assert sorted(names) == sorted(
@@ -50,10 +47,10 @@ def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_befor
 
 
 def test_a_gpu_makes_the_short_experiments_too(recorder):
-    recorder.device = torch.device("cuda")
-    names = left(recorder)
+    recorder.asked = replace(recorder.asked, device="cuda")
+    names = list(recorder.jobs())
     assert names[0] == "ceilings"
-    assert names[-8:] == list(quick.QUICK["cuda"])
+    assert names[-8:] == quick.QUICK["cuda"]
     assert set(quick.QUICK["cuda"]) <= set(EXPERIMENTS)
 
 
@@ -61,13 +58,13 @@ def test_records_are_those_of_the_benchmark_and_of_measure_and_are_not_made_twic
     recorder, capsys, monkeypatch
 ):
     monkeypatch.setattr(experiments, "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0]})
-    jobs = [job for job in recorder.jobs() if job.name in ("W0-dense", "bookkeeping")]
+    jobs = {name: run for name, run in recorder.jobs().items() if name in ("W0-dense", "bookkeeping")}
     assert work_off(jobs, 60.0) == []
     run, table = (read(recorder, name) for name in ("W0-dense", "bookkeeping"))
     assert (run["workload"], run["rung"]) == ("W0", "dense")
     assert run["results"]["online"]["repeat_runs"] == 1
     assert table["kind"] == "bookkeeping" and set(table["figures"]) == {"8", "256"}
-    assert not {"W0-dense", "bookkeeping"} & set(left(recorder))
+    assert not {"W0-dense", "bookkeeping"} & set(list(recorder.jobs()))
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("s] W0-dense") and second.endswith("s] bookkeeping")
 
@@ -88,22 +85,11 @@ def timed(monkeypatch) -> list[str]:
 def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder, timed):
     for rungs in (["dense"], ["dense", "paged"]):
         recorder.rungs = rungs
-        assert "steps-W0" in left(recorder)
-        recorder.steps("W0")
-        assert "steps-W0" not in left(recorder)
+        assert "steps-W0" in list(recorder.jobs())
+        recorder.run("steps-W0")
+        assert "steps-W0" not in list(recorder.jobs())
     assert timed == ["dense", "paged"]
     assert read(recorder, "steps-W0")["figures"]["turns_us"] == {"dense": [[1.0]], "paged": [[2.0]]}
-
-
-def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_context(recorder, timed):
-    recorder.rungs = ["dense"]
-    recorder.steps("W0")
-    record = read(recorder, "steps-W0")
-    record["environment"]["git_commit"] = "another"
-    for context, is_left in ((record["figures"]["context"], False), (9, True)):
-        record["figures"]["context"] = context
-        (recorder.folder / "steps-W0.json").write_text(json.dumps(record))
-        assert ("steps-W0" in left(recorder)) == is_left
 
 
 @pytest.mark.parametrize(
@@ -111,29 +97,29 @@ def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_c
     [
         ("W0-dense", {"not_comparable": ["num_requests=6 for 64"]}),
         ("W0-dense", {"kind": "rivals"}),
-        ("bookkeeping", {"model": "rose-tiny", "figures": {}}),
         ("bookkeeping", {"model": "gpt2", "size": "small", "figures": {}}),
-        ("steps-W0", {}),
+        ("steps-W0", {"figures": {"turns_us": {"dense": [[1.0]]}}}),
     ],
 )
 def test_a_record_of_something_smaller_or_else_is_not_taken_as_done(recorder, name, record):
-    (recorder.folder / f"{name}.json").write_text(json.dumps(record))
-    assert name in left(recorder)
+    (recorder.results.folder / f"{name}.json").write_text(json.dumps(record))
+    assert name in list(recorder.jobs())
 
 
 def test_the_time_ends_a_job_in_its_middle_and_the_rest_is_left():
     done = []
-    jobs = [Job("one", lambda: done.append(1)), Job("two", lambda: time.sleep(30)), Job("three", done.clear)]
+    jobs = {"one": lambda: done.append(1), "two": lambda: time.sleep(30), "three": done.clear}
     start = time.monotonic()
     assert work_off(jobs, 0.2) == ["two", "three"]
     assert time.monotonic() - start < 5 and done == [1]
 
 
-def test_a_job_that_fails_is_told_and_the_next_one_begins(capsys):
-    def fail():
-        raise RoseError("no room for it\nat all")
+def fail():
+    raise RoseError("no room for it\nat all")
 
-    assert work_off([Job("one", fail), Job("two", lambda: None)], 60.0) == ["one"]
+
+def test_a_job_that_fails_is_told_and_the_next_one_begins(capsys):
+    assert work_off({"one": fail, "two": lambda: None}, 60.0) == ["one"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "one: not recorded: no room for it" and lines[1].endswith("two")
 
@@ -150,19 +136,13 @@ def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_
     recorder, timed, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "results" / REFERENCE).mkdir(parents=True)
-    monkeypatch.setattr(Recorder, "jobs", lambda self: [Job("steps-W0", lambda: self.run("steps-W0"))])
+    monkeypatch.setattr(
+        Recorder, "jobs", lambda self: {"steps-W0": lambda: self.run("steps-W0"), "W0-dense": fail}
+    )
     given = ["--device", "cpu", "--minutes", "1440"]  # the process may have run for long
     assert quick.main([*given, "--results", str(tmp_path / "results")]) == 0
     folder = this_machine(CPU)
-    assert f"1 records made in {tmp_path / 'results' / folder}; show them" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"1 records made in {tmp_path / 'results' / folder}; show them" in said
+    assert "1 left, W0-dense first: make measure goes on there" in said
     assert find_machines(folder, tmp_path / "results")[1].names() == ["steps-W0"]
-
-
-def test_the_outcome_tells_of_a_record_that_is_begun_and_shows_nothing_where_nothing_is(tmp_path):
-    assert _outcome(tmp_path, 0, ["steps-W0", "W0-dense"]).splitlines() == [
-        f"0 records made in {tmp_path}",
-        "2 left, steps-W0 first: make measure goes on there (MINUTES=60 takes longer)",
-    ]
-    (tmp_path / "steps-W0.json").write_text("{}")
-    begun = f"0 records made and steps-W0 begun in {tmp_path}; show"
-    assert _outcome(tmp_path, 0, ["steps-W0"]).startswith(begun)

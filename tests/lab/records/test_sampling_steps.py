@@ -3,20 +3,17 @@
 import time
 
 import pytest
-import torch
 
-from rosellm.lab.records import experiment, sampling_steps
+from rosellm.lab.records import sampling_steps
 from rosellm.lab.records.bench import Bench
-from rosellm.lab.records.records import Results, find
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.sampling_steps import GREEDY, MODES, measure_modes, modes_of
-from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.worker import Worker
-from tests.helpers import CPU, random_model, small_config
-from tests.lab.measuring import measured, refusal
+from tests.helpers import random_model
+from tests.lab.measuring import measured
 
 costs = load_exhibit("sampling_costs")
 
@@ -89,9 +86,10 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
 
 
 @pytest.mark.slow
-def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
-    asked = "--model=rose-tiny-qwen3", "--batches=1,3", "--context=20", "--repeats=3"
-    record = measured(tmp_path, "sampling_steps", *asked)
+def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sampling_steps, "BATCHES", (3,))
+    monkeypatch.setattr(sampling_steps, "CONTEXT", 20)
+    record = measured(tmp_path, "sampling_steps", "--model=rose-tiny-qwen3", "--repeats=3")
     assert record["environment"]["device_name"] and record["model"] == "rose-tiny-qwen3"
     figures = record["figures"]
     assert figures["context"] == 20 and figures["modes"]["top-p"]["wish"]["top_p"] == 0.9
@@ -100,52 +98,5 @@ def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tm
         for one in modes.values():
             assert len(one["turns_us"]) == 3 and one["median_us"] == sorted(one["turns_us"])[1] > 0
     (steps,) = costs.recorded_modes(Results(tmp_path)).values()
-    assert list(steps) == [1, 3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
-    assert capsys.readouterr().out.count("B=") == 2
-
-
-def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_record(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sampling_steps, "measure_modes", lambda *_asked: {GREEDY: [1.0]})
-    for batch in ("8", "1"):
-        measured(tmp_path, "sampling_steps", "--context=20", f"--batches={batch}")
-    assert list(costs.recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
-    capsys.readouterr()
-    monkeypatch.setattr(experiment, "get_parts", lambda *_given: pytest.fail("loaded before refusing"))
-    told = refusal(capsys, tmp_path, "sampling_steps", "--context=30", "--batches=8")
-    assert "would lose 1, measured with another context" in told
-
-
-def test_a_committed_record_has_every_mode_of_every_batch():
-    for model_name, batches in costs.recorded_modes(find()).items():
-        for batch, modes in batches.items():
-            assert list(modes) == list(modes_of(batch)), f"{model_name}, {batch}"
-
-
-def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():
-    arch = small_config(vocab_size=128)
-    state = DeviceState(6, 2, CPU)
-    state.temperatures.fill_(1.0)
-    state.top_k.fill_(3)
-    tiles = filtered_tiles_ref(hidden=torch.ones(6, 32), weight=torch.ones(128, 32), state=state)
-    counts = torch.zeros(6, arch.vocab_size, dtype=torch.int32)
-    logits_bytes = tiles.logits.numel() * 4
-    found = costs.extra_bytes(arch, 6)
-    assert found["top-k, top-p"] == 6 * found["top-k, top-p: one row"] == logits_bytes
-    assert found["+ penalties"] == logits_bytes + counts[:6].numel() * counts.itemsize
-    assert found["temperature"] == 0
-
-
-@pytest.mark.parametrize(("batch", "runs"), [(1, 1), (64, 1), (65, 2), (256, 4)])
-def test_log_probabilities_read_the_head_once_a_run(batch, runs):
-    arch = small_config()
-    one, many = (costs.extra_bytes(arch, n)["logprobs"] for n in (1, batch))
-    logits = (one - 2 * 101 * 32) * batch
-    assert many - logits == runs * 2 * 101 * 32
-    assert costs.extra_bytes(arch, batch)["logprobs: one row"] == one
-
-
-def test_what_a_mode_adds_is_the_difference_of_medians():
-    turns = {GREEDY: [9.0, 10.0, 30.0], "top-p": [1.0, 14.0, 15.0]}
-    assert costs.extra_us(turns) == {"top-p": 4.0}
+    assert list(steps) == [3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
+    assert capsys.readouterr().out.count("B=") == 1

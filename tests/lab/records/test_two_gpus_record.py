@@ -18,15 +18,16 @@ SMALL = ["--device=cpu", "--model=rose-tiny", "--repeats=2"]
 def record(tmp_path_factory) -> dict:
     pair = tmp_path_factory.mktemp("results") / "cpu-x2"
     alone = Results(pair.with_name("cpu"))
-    assert two_gpus.recorded(Results(pair), "rose-tiny") == {}
+    assert two_gpus.recorded(Results(pair), "replicas") == {}
     assert measure.main(["tensor_parallel-D64", "replicas-W8", *SMALL, f"--output={pair}"]) == 0
-    return two_gpus.recorded(alone, "rose-tiny")
+    return {kind: two_gpus.recorded(alone, kind)["rose-tiny"] for kind in two_gpus.KINDS}
 
 
 @pytest.mark.slow
 def test_both_sides_of_each_kind_are_recorded_with_raw_values(record) -> None:
-    assert read_arch(record["model_shape"]).shapes == arch_of("rose-tiny", "auto").shapes
-    shared, replicas = record["figures"]["tensor_parallel"]["D64"], record["figures"]["replicas"]["W8"]
+    shared, replicas = record["tensor_parallel"]["D64"], record["replicas"]["W8"]
+    assert read_arch(shared["model_shape"]).shapes == arch_of("rose-tiny", "auto").shapes
+    shared, replicas = shared["figures"], replicas["figures"]
     assert set(shared) == {"1", "2 library"} and set(replicas) == {"1", "2"}
     for side in (*shared.values(), *replicas.values()):
         assert len(side["repeats"]) == 2 and side["medians"]["total_throughput_tok_s"] > 0
@@ -35,9 +36,10 @@ def test_both_sides_of_each_kind_are_recorded_with_raw_values(record) -> None:
 
 @pytest.mark.slow
 def test_two_give_the_tokens_of_one(record) -> None:
-    for workloads in record["figures"].values():
-        for sides in workloads.values():
-            assert len({one["tokens_sha256"] for side in sides.values() for one in side["repeats"]}) == 1
+    for records in record.values():
+        for one in records.values():
+            runs = [run for side in one["figures"].values() for run in side["repeats"]]
+            assert len({run["tokens_sha256"] for run in runs}) == 1
 
 
 def test_sides_take_turns_after_a_run_of_each_that_does_not_count() -> None:

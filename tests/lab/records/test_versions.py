@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from rosellm.environment import CHECKOUT
 from rosellm.errors import RoseError
 from rosellm.lab import measure
 from rosellm.lab.records import versions
@@ -39,76 +41,71 @@ def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--old=no-such-commit"], "no-such-commit"),
-        (["--old=--output=x"], "--output=x"),
-        (["--old=HEAD", "--workloads=,"], "--workloads names none"),
-        ([], "versions needs --old"),
-        (
-            ["--old=HEAD", "--model=rose-tiny-qwen3", "--rung=persistent_kernel", "--workloads=W1"],
-            "the old side: exhibit='persistent_layers'",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_told_in_one_line(tmp_path, capfd, options, told) -> None:
-    assert measure.main(["versions", *GIVEN, f"--output={tmp_path}", *options]) == 2
-    assert told in capfd.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.slow
 def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> None:
     (tmp_path / "rosellm").mkdir()
     (tmp_path / "rosellm" / "__init__.py").write_text("raise ImportError('too old')")
-    side = Side(versions.OLD, tmp_path)
-    with pytest.raises(RoseError, match="the old side ended with status 1"):
-        side.prepare("scheduler", [])
-    side.close()
+    old = Side(versions.OLD, tmp_path, "scheduler", [])
+    with closing(old), pytest.raises(RoseError, match="the old side ended with status 1"):
+        old.engine()
     assert "too old" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_side_that_cannot_serve_says_why() -> None:
+    nobody = ["--hf-model-id=nobody/knows", "--load-format=dummy", "--device=cpu"]
+    old = Side(versions.OLD, CHECKOUT, "scheduler", nobody)
+    with closing(old), pytest.raises(RoseError, match="the old side: .*no shape is known"):
+        old.engine()
+
+
 class Made:
-    """A side without a process: a sample is of two runs."""
+    """A side without a process: a sample is of two runs; the new one differs as told."""
 
-    def __init__(self, digest: str, tokens: int = 8, blocks: int = 9000) -> None:
-        self.digest, self.tokens, self.blocks = digest, tokens, blocks
+    digest, tokens, blocks = "a", 8, 9000
 
-    def prepare(self, form: str, options: list[str]) -> dict:
+    def __init__(self, name: str, *_given: object) -> None:
+        if name == versions.OLD:
+            self.digest, self.tokens, self.blocks = "a", 8, 9000
+
+    def engine(self) -> dict:
         return {"rung": "split_kv", "num_kv_blocks": self.blocks}
 
     def sample(self, seconds: float) -> dict:
         return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": [self.digest]}
 
-
-def measured(tmp_path, old: Made, new: Made) -> dict:
-    (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD", f"--output={tmp_path}"]))
-    return measure_workload(job.asked, {versions.OLD: old, versions.NEW: new}, "W1")
+    def close(self) -> None: ...
 
 
-def test_runs_of_fewer_tokens_are_no_comparison(tmp_path) -> None:
-    with pytest.raises(RoseError, match="W1: the runs make different numbers of tokens"):
-        measured(tmp_path, Made("a"), Made("a", tokens=7))
+def measured(monkeypatch, **differs: object) -> dict:
+    """The figures of W1 by two sides of which the new one differs."""
+    monkeypatch.setattr(versions, "Side", type("Differing", (Made,), differs))
+    (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD"]))
+    return measure_workload(job.asked, {versions.OLD: Path(), versions.NEW: Path()}, "W1")
 
 
-def test_a_cache_that_the_other_leaves_no_room_for_is_no_comparison(tmp_path) -> None:
-    with pytest.raises(
-        RoseError, match="W1: memory has no room for two such KV caches: blocks old 9,000, new 7"
-    ):
-        measured(tmp_path, Made("a"), Made("a", blocks=70))
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [
+        ({"tokens": 7}, "W1: the runs make different numbers of tokens"),
+        ({"blocks": 70}, "W1: memory has no room for two such KV caches: blocks old 9,000, new 70"),
+    ],
+    ids=["fewer tokens", "fewer blocks"],
+)
+def test_what_is_not_the_same_work_is_no_comparison(monkeypatch, differs, told) -> None:
+    with pytest.raises(RoseError, match=told):
+        measured(monkeypatch, **differs)
 
 
 @pytest.mark.parametrize(
     ("digest", "tokens"), [("a", "the same tokens"), ("b", "not always the same tokens")]
 )
-def test_other_tokens_are_told(tmp_path, digest, tokens) -> None:
-    found = measured(tmp_path, Made("a"), Made(digest))
+def test_other_tokens_are_told(monkeypatch, digest, tokens) -> None:
+    found = measured(monkeypatch, digest=digest)
     assert versions.told("W1", found) == f"W1, tok/s: old 100, new 100 (+0.0 %), {tokens}"
 
 
 def test_the_package_of_a_commit_is_that_commits_alone() -> None:
     with versions.package_of(versions.full_hash("HEAD")) as folder:
-        assert [path.name for path in Path(folder).iterdir()] == ["rosellm"]
+        assert [path.name for path in folder.iterdir()] == ["rosellm"]
         assert (folder / "rosellm" / "__init__.py").is_file()
     assert not folder.exists()

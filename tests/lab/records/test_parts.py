@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from rosellm.lab.records.earlier import kept_parts
+from rosellm.lab.records.experiment import Asked, in_parts, kept_parts
 from rosellm.lab.records.records import RecordError
+from rosellm.lab.records.sizes import SMALL
 
 ENVIRONMENT = {"device_name": "GPU", "git_commit": "abc", "time_utc": "2026-01-01T00:00:00"}
 BEGUN = {"kind": "ledgers", "model": "gpt2", "figures": {}, "environment": ENVIRONMENT}
@@ -26,6 +27,12 @@ def another(**facts: str) -> dict:
 def test_parts_of_the_same_model_device_and_commit_are_kept_whatever_the_time(path):
     later = another(time_utc="2026-02-02T00:00:00")
     assert kept_parts(path, later, ["D8"]) == kept_parts(path, later, []) == {"D1": 1, "D8": 8}
+
+
+def test_a_part_measured_alone_is_put_in_order_among_the_others(path):
+    asked = Asked("gpt2", "auto", "cpu", SMALL, path.parent)
+    (record,) = in_parts(asked, BEGUN, {"D4": lambda: 4, "D2": lambda: None}, order=["D1", "D4", "D8"].index)
+    assert list(record["figures"].items()) == [("D1", 1), ("D4", 4), ("D8", 8)]
 
 
 @pytest.mark.parametrize(
