@@ -31,7 +31,8 @@ from tests.helpers import CPU, FAMILIES, small_config, small_engine
 from tests.roseinfer.steps.fake_graphs import FakeGraphs
 
 RUN, MAKE_CUBIN = JITFunction.run, CUDABackend.make_cubin
-H200, ASSEMBLED = 90, (80, 100)
+H200, ADA, ASSEMBLED = 90, 89, (80, 100)
+ROWS = {H200: (1, 8, 64), ADA: (8, 256)}  # of many, tiles take the most shared memory
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
 MODERN = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "d_ff": 3072}
 MODELS = {
@@ -76,7 +77,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
     captured_prefill.CAPTURED_TOKENS = 384
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for family in MODELS if capability == H200 else ("gpt2", "qwen3"):
-        launch_all(kernels, *MODELS[family], rows=(1, 8, 64) if capability == H200 else (8, 256))
+        launch_all(kernels, *MODELS[family], rows=ROWS.get(capability, (8,)))
     return list(compiled.values())
 
 

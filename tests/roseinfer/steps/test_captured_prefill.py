@@ -285,12 +285,6 @@ def test_there_is_room_for_pieces_on_a_gpu_if_prefixes_may_be_long(device):
     assert (room_of(model, 1025) > 1) == (device == "cuda")
 
 
-def test_a_host_driven_step_warmed_up_for_some_rows_has_their_graph_alone(captured):
-    engine = small_engine(MODEL, recipe="cuda_graph", warm_up=False)
-    engine.warm_up(5)
-    assert list(engine.step.captured) == [8]
-
-
 @pytest.mark.parametrize("heads", [(12, 12), (16, 8)])
 def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attention(captured, heads):
     """At most a few hundred: a capture takes 10 to 40 ms."""
