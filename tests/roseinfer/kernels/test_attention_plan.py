@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
+from rosellm.roseinfer.kernels import attention_plan as module
 from rosellm.roseinfer.kernels.attention_plan import (
     Variant,
-    cut_rows,
     make_plan,
     make_plan_ref,
     variant_for,
@@ -80,7 +80,7 @@ def test_whole_rows_need_no_plan():
 def test_a_variant_of_any_step_takes_rows_whole_or_cut_and_can_be_told_by_its_text(rows, kv_heads):
     for longest, (group, head_dim) in product(LENGTHS, ((1, 64), (2, 128), (4, 64), (4, 128))):
         shape = rows, kv_heads, longest, 132, group, head_dim
-        variant, whole, cut = variant_for(*shape), whole_rows(*shape), cut_rows(*shape)
+        variant, whole, cut = variant_for(*shape), whole_rows(*shape), module.cut_rows(*shape)
         assert cut.combine and not whole.combine and variant in (whole, cut)
         assert variant.tile >= 16 and variant.tile.bit_count() == variant.warps.bit_count() == 1
         assert Variant.parse(str(variant)) == variant
@@ -100,7 +100,7 @@ def test_a_warm_up_meets_every_variant_at_powers_of_two(choose, rows, kv_heads, 
 
 
 def test_many_rows_of_single_heads_are_cut_if_most_are_much_shorter_than_the_longest():
-    assert variant_for(256, 12, 900, 132, mean=400) == cut_rows(256, 12, 900, 132)
+    assert variant_for(256, 12, 900, 132, mean=400) == module.cut_rows(256, 12, 900, 132)
     for rows, mean in ((256, 800), (256, None), (32, 400)):
         assert variant_for(rows, 12, 500, 132, mean=mean and mean / 1.8) == whole_rows(rows, 12, 500, 132)
     assert not variant_for(256, 12, 100, 132, mean=10).combine  # so short that cutting does not pay

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, launch_for, room_for
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, PIECE_KEYS, pieces_for, tile_columns
 from tests.helpers import DTYPES
 
@@ -93,14 +93,6 @@ def test_tiles_are_cut_into_no_more_pieces_than_there_is_room_for(sequences, roo
 )
 def test_long_prefixes_before_few_tokens_are_cut_so(starts, counts, room, window, expected):
     assert pieces_for(starts, counts, 64, room, 16, window) == expected
-
-
-@pytest.mark.parametrize(
-    "n_heads, group, head_dim, expected",
-    [(16, 2, 128, 16), (32, 4, 128, 8), (32, 4, 64, 16), (12, 1, 64, 22), (25, 5, 80, 10)],
-)
-def test_there_is_room_for_two_programs_an_sm(n_heads, group, head_dim, expected):
-    assert room_for(torch.bfloat16, head_dim, n_heads, group, 132) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

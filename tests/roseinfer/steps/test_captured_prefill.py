@@ -16,18 +16,8 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, tile_columns
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, LayerSize, layer_size, room_of
-from tests.helpers import (
-    MODERN,
-    TRITON_DEVICES,
-    decode_all,
-    generate,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-    small_engine,
-    uncached_greedy,
-)
+from tests import helpers
+from tests.helpers import MODERN, TRITON_DEVICES, random_model, random_prompts, small_config, small_engine
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
@@ -63,7 +53,7 @@ def run_program(engine: Engine, requests, seed: int) -> list[list[int]]:
         engine.begin_prefill(some, [draw.randint(1, s.n_prompt - s.num_cached_tokens) for s in some])
         waiting = [s for s in waiting if s.num_cached_tokens < s.n_prompt]
     list(engine.step.collect())
-    outputs = decode_all(engine, sequences)
+    outputs = helpers.decode_all(engine, sequences)
     for sequence in sequences:
         engine.release(sequence)
     engine.check_integrity()
@@ -133,9 +123,9 @@ def test_a_prefill_captured_at_first_use_writes_nothing_of_the_one_before_it(cap
     """Warming up must not repeat the latest prefill: its blocks may be another sequence's by then."""
     engine = small_engine(MODEL, recipe=rung, warm_up=False)
     assert engine.step.n_captured == 0
-    generate(engine, random_prompts([9, 3], seed=2), 1)
+    helpers.generate(engine, random_prompts([9, 3], seed=2), 1)
     engine.blocks.k_cache.fill_(float("nan"))
-    engine.prefill(greedy_sequences(engine, random_prompts([30], seed=3), 6))  # another bucket
+    engine.prefill(helpers.greedy_sequences(engine, random_prompts([30], seed=3), 6))  # another bucket
     written = ~engine.blocks.k_cache[0].isnan().any(dim=-1).any(dim=1)  # [N_BLOCKS, BLOCK_SIZE]
     assert written.sum() == 30
     assert engine.late_captures == engine.step.n_captured > 0
@@ -149,7 +139,7 @@ def test_a_prefill_sends_one_copy_and_replays_two_runs(captured, monkeypatch, ru
     engine = small_engine(MODEL, recipe=rung)
     sends, send = [], StagingBuffer.send
     monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
-    engine.begin_prefill(greedy_sequences(engine, random_prompts([4] * n), 3))
+    engine.begin_prefill(helpers.greedy_sequences(engine, random_prompts([4] * n), 3))
     assert len(sends) == 1 and engine.late_captures == 0
 
 
@@ -159,11 +149,13 @@ def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, mon
     monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.PLACES", (1, 4))
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     prompts = random_prompts(lengths)
-    sequences = greedy_sequences(engine, prompts, 4)
+    sequences = helpers.greedy_sequences(engine, prompts, 4)
     engine.step.worker.prompts._layer_runs.clear()  # a replay would capture again
     engine.prefill(sequences)
     assert engine.late_captures == 0
-    assert decode_all(engine, sequences) == [uncached_greedy(MODEL, prompt, 4) for prompt in prompts]
+    assert helpers.decode_all(engine, sequences) == [
+        helpers.uncached_greedy(MODEL, prompt, 4) for prompt in prompts
+    ]
 
 
 @pytest.fixture
@@ -207,16 +199,16 @@ def test_the_kernels_give_the_same_tokens(captured, request, replayed, device, c
         request.getfixturevalue("room")
     lengths = [sum(n for chunk in chunks for whose, n in chunk if whose == i) for i in range(3)]
     model, prompts = random_model(0, config), random_prompts(lengths)
-    expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
+    expected = [helpers.uncached_greedy(model, prompt, 2) for prompt in prompts]
     options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4, "max_model_len": most}
     engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
-    sequences = greedy_sequences(engine, prompts, 2)
+    sequences = helpers.greedy_sequences(engine, prompts, 2)
     for chunk in chunks:
         replayed.clear()
         engine.begin_prefill([sequences[i] for i, _ in chunk], [n for _, n in chunk])
     list(engine.step.collect())
     assert ((BLOCK_M, "pieces") in replayed) == (chunks is IN_PIECES) or device == "cuda"
-    assert decode_all(engine, sequences) == expected
+    assert helpers.decode_all(engine, sequences) == expected
     assert engine.late_captures == 0 or device == "cpu"
 
 
@@ -234,14 +226,14 @@ def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, devic
         first, *others = map(engine.make_sequence, prompts, params)
         engine.prefill([first])
         engine.prefill(others)
-        outputs.append(decode_all(engine, [first, *others]))
+        outputs.append(helpers.decode_all(engine, [first, *others]))
         assert engine.late_captures == 0 or device == "cpu"
     assert outputs[0] == outputs[1]
 
 
 def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     engine = small_engine(MODEL, recipe=BEST_RUNG)
-    sequences = greedy_sequences(engine, random_prompts([50, 19, 60]), 2)
+    sequences = helpers.greedy_sequences(engine, random_prompts([50, 19, 60]), 2)
     replayed.clear()
     engine.begin_prefill(sequences, [25, 15, 10])
     engine.begin_prefill(sequences, [9, 4, 9])
@@ -254,7 +246,7 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
 
 def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
     engine = small_engine(random_model(0, small_config(n_positions=256)), deterministic=True)
-    (sequence,) = greedy_sequences(engine, random_prompts([150]), 2)
+    (sequence,) = helpers.greedy_sequences(engine, random_prompts([150]), 2)
     engine.begin_prefill([sequence], [128])
     engine.begin_prefill([sequence])
     assert replayed and not any(tiling == "pieces" for _, tiling in replayed)
@@ -267,14 +259,14 @@ def test_on_a_gpu_a_long_prompt_in_chunks_gives_the_tokens_of_the_whole(chunk):
     model = random_model(0, small_config(n_positions=4096, **MODERN)).to("cuda")
     prompts = random_prompts([3000, 2050])
     options = {"recipe": BEST_RUNG, "max_batch_size": 2, "block_size": 64}
-    expected = generate(small_engine(model, **options), prompts, 8)
+    expected = helpers.generate(small_engine(model, **options), prompts, 8)
     engine = small_engine(model, **options)
-    sequences = greedy_sequences(engine, prompts, 8)
+    sequences = helpers.greedy_sequences(engine, prompts, 8)
     for sequence in sequences:
         while sequence.n_to_prefill > chunk:
             engine.begin_prefill([sequence], [chunk])
     engine.prefill(sequences)
-    assert decode_all(engine, sequences) == expected
+    assert helpers.decode_all(engine, sequences) == expected
     assert engine.late_captures == 0 and (BLOCK_M, "pieces") in engine.step.worker.prompts._layer_runs
 
 
@@ -308,7 +300,7 @@ def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, mo
         monkeypatch.setattr("rosellm.roseinfer.assembly.graphs_on", lambda _device, own=graphs: own)
         engine = small_engine(MODEL, deterministic=True)
         assert isinstance(engine.step.worker.prompts, CapturedPrefill) == (graphs is not None)
-        sequences = greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
+        sequences = helpers.greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
         engine.begin_prefill(sequences)
         results.append(engine.step.last_logits())
     assert torch.equal(*results)

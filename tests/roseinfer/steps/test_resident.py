@@ -14,21 +14,13 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from tests.helpers import (
-    decode_all,
-    generate,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-    small_engine,
-    uncached_greedy,
-)
+from tests import helpers
+from tests.helpers import greedy_sequences, random_model, random_prompts, small_config, small_engine
 
 PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30, 5, 3, 12], seed=1)
 N_TOKENS = 12
 MODEL = random_model(0)
-EXPECTED = [uncached_greedy(MODEL, prompt, N_TOKENS) for prompt in PROMPTS]
+EXPECTED = [helpers.uncached_greedy(MODEL, prompt, N_TOKENS) for prompt in PROMPTS]
 RESIDENT = ["resident_step", "packed_prefill", BEST_RUNG]
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7}
 
@@ -88,13 +80,13 @@ def test_more_steps_than_the_ring_holds_may_be_begun_without_collecting_any(rung
     while engine.begin_decode(only):
         pass
     assert sum(len(done.sequences) for done in engine.step.collect()) == n
-    assert sequence.output == uncached_greedy(engine.model, PROMPTS[0], n)
+    assert sequence.output == helpers.uncached_greedy(engine.model, PROMPTS[0], n)
 
 
 def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
-    outputs = decode_all(engine, sequences)
+    outputs = helpers.decode_all(engine, sequences)
     assert outputs[8] == EXPECTED[8]
     buckets = {bucket for bucket, _, _ in engine.step.worker._steps}
     assert 1 in buckets and max(buckets) > 8
@@ -109,7 +101,7 @@ def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
     had = long.output, short.output
     assert had == (EXPECTED[6][: long.n_output], EXPECTED[4][: short.n_output])
     engine.release(short)
-    decode_all(engine, [long])
+    helpers.decode_all(engine, [long])
     assert long.output == EXPECTED[6][:8]
 
 
@@ -142,7 +134,7 @@ def test_penalties_count_a_requests_own_tokens_as_rows_come_and_go():
         sequences[2].tokens[-1] = 50
         late = penalised(engine, PROMPTS[:2], N_TOKENS)
         engine.prefill(late)
-        decode_all(engine, sequences[1:] + late)
+        helpers.decode_all(engine, sequences[1:] + late)
         outputs.append([s.output for s in sequences + late])
     assert outputs[0] == outputs[1]
     assert all(mine != plain for mine, plain in zip(outputs[0][3:], EXPECTED[3:], strict=False))
@@ -174,7 +166,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung,
 def test_the_loop_never_waits_for_the_device_implicitly():
     """Only explicit waits for events; torch raises on any other synchronisation."""
     engine = small_engine(random_model(0).to("cuda"), recipe=BEST_RUNG)
-    generate(engine, PROMPTS[:8], N_TOKENS)
+    helpers.generate(engine, PROMPTS[:8], N_TOKENS)
     sequences = greedy_sequences(engine, PROMPTS[:8], N_TOKENS)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -18,16 +18,9 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps import step as step_module
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
+from tests import helpers
 from tests.fake_memory import FakeMemory
-from tests.helpers import (
-    MODERN,
-    ON_GPU,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-    small_engine,
-)
+from tests.helpers import MODERN, ON_GPU, random_model, random_prompts, small_config, small_engine
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
@@ -158,7 +151,7 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
         rehearsed = set(launches)
         launches.clear()
         prompts = random_prompts([draw.randint(33, 60) for _ in range(16)], seed=seed)
-        engine.begin_prefill(greedy_sequences(engine, prompts, 4))
+        engine.begin_prefill(helpers.greedy_sequences(engine, prompts, 4))
     assert launches and set(launches) <= rehearsed
 
 
