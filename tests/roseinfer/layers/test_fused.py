@@ -22,10 +22,11 @@ from rosellm.roseinfer.layers.products import LibraryProducts, NormedWeights, Pa
 from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
-MODELS = FAMILIES | {
+MODELS = {family: change | {"n_layers": 1} for family, change in FAMILIES.items() if family != "qwen3"} | {
+    "qwen3": FAMILIES["qwen3"],
     "small": {},
-    "gqa": {"n_heads": 4, "n_kv_heads": 2},
-    "untied": {"tie_embeddings": False},
+    "gqa": {"n_heads": 4, "n_kv_heads": 2, "n_layers": 1},
+    "untied": {"tie_embeddings": False, "n_layers": 1},
     "wide": {"d_ff": 256, "n_layers": 1},
     "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "norm": Norm("layer", 1e-3)},
 }

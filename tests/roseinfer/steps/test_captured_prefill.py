@@ -32,7 +32,7 @@ WISHES = (
 MODEL = random_model(0)
 RUNGS = ["packed_prefill", BEST_RUNG]
 GARBAGE = 0x7F7F7F7F
-shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shared = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def random_requests(draw: random.Random, n: int, wishes=WISHES) -> list[tuple[list[int], SamplingParams]]:
