@@ -17,7 +17,7 @@ from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
 from rosellm.roseinfer.layers import products as made
-from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers, fastest_products
+from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
 from rosellm.roseinfer.layers.products import LibraryProducts, NormedWeights, PackedProducts, SomeRowsProducts
 from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
@@ -81,16 +81,6 @@ def test_the_number_of_rows_chooses_the_products(device):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
 
 
-@pytest.mark.parametrize(
-    ("layer", "few", "some"),
-    [(15_734_016, 16, 256), (60_821_504, 8, 128), (218_112_000, 1, 64)],
-    ids=["Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B"],
-)
-def test_the_larger_a_layer_the_fewer_rows_are_for_the_kernels(layer, few, some):
-    kinds = [fastest_products(rows, layer) for rows in range(1, 300)]
-    assert kinds == ["few"] * few + ["some"] * (some - few) + ["library"] * (299 - some)
-
-
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("rows", [4, 20])
 @pytest.mark.parametrize("shape", ["small", "qwen3"])
@@ -110,13 +100,6 @@ def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
     found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
     assert found.isfinite().all()
     assert_near(found[~inert], expected[~inert], TOLERANCE)
-
-
-@pytest.mark.parametrize("shape", MODELS)
-def test_a_packed_head_gives_the_models_logits(shape):
-    model = random_model(6, small_config(**MODELS[shape]))
-    hidden = torch.randn(5, model.config.d_model, generator=torch.Generator().manual_seed(0))
-    assert_near(made.PackedLinear(model.lm_head.weight)(hidden), model.logits(hidden))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
