@@ -133,10 +133,7 @@ def test_inert_rows_give_zero_and_write_nothing(variant, device):
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("variant", [WHOLE, Variant(TILE, 7)], ids=str)
 def test_the_kernel_reads_rows_that_are_far_apart(variant):
-    case = make_case([0] * 17 + [20], **SMALL | {"n_heads": 1})
-    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
-    case["q"], case["k_new"], case["v_new"] = check.far_apart(fused).split(1, dim=1)
-    assert_attends_as_specified(case, variant)
+    assert_attends_as_specified(make_case([0] * 17 + [20], far=True, **SMALL), variant)
 
 
 @check.every_device

@@ -173,13 +173,8 @@ def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
 @check.interpreted
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_the_kernel_reads_new_tokens_that_are_far_apart():
-    case = make_case([0], [34], tile_size=16, n_heads=1, n_kv_heads=1, head_dim=16)
-    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
-    case["q"], case["k_new"], case["v_new"] = check.far_apart(fused).split(1, dim=1)
+    case = make_case([0], [34], tile_size=16, n_heads=1, n_kv_heads=1, head_dim=16, far=True)
     assert_attends_as_specified(case, launch=SMALL_TILES)
-
-
-# A GPU's own.
 
 
 @pytest.mark.gpu
