@@ -14,6 +14,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from tests import helpers
 from tests.helpers import greedy_sequences, random_model, random_prompts, small_config, small_engine
 
@@ -145,21 +146,12 @@ def test_penalties_count_a_requests_own_tokens_as_rows_come_and_go():
 def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung, position, n_before):
     gpt = random_model(0)
     gpt.position_embedding.weight[position] = float("nan")  # reached by the one prompt of 30 tokens alone
-    engine = small_engine(gpt, recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
-    engine.begin_prefill(sequences)
-    running, failed = sequences, []
-    while running:
-        for done in engine.step.collect():
-            assert not set(done.failed) & set(done.sequences)
-            failed += done.failed
-        running = [s for s in running if not s.is_finished]
-        if running:
-            engine.begin_decode(running)
-    poisoned = sequences[6]
-    assert failed == [poisoned] and poisoned.finish_reason == "failed" and "not finite" in poisoned.error
-    assert poisoned.output == EXPECTED[6][:n_before]
-    assert [s.output for s in sequences if s is not poisoned] == EXPECTED[:6] + EXPECTED[7:]
+    params = SamplingParams(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
+    outputs = OfflineScheduler(small_engine(gpt, recipe=rung)).run(PROMPTS, params)
+    failed = outputs.pop(6)
+    assert failed.finish_reason == "failed" and "not finite" in failed.error
+    assert failed.token_ids == EXPECTED[6][:n_before]
+    assert [output.token_ids for output in outputs] == EXPECTED[:6] + EXPECTED[7:]
 
 
 @pytest.mark.gpu
