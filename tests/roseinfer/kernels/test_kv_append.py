@@ -1,4 +1,4 @@
-"""The append kernels copy bits exactly as their spec does."""
+"""The append kernels copy bits exactly as their specs do, which ``tests/ladder/test_append.py`` tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, TRITON_DEPENDENT, choose_kernels
-from tests.helpers import BITS, CPU, DTYPES, bits
+from tests.helpers import BITS, CPU, DTYPES
 from tests.roseinfer.kernels.kernel_checks import assert_equals_spec, copied, every_device
 from tests.roseinfer.kernels.paged_cases import CACHES
 
@@ -44,30 +44,6 @@ def make_case(
     case["pos"] = slots[0] if name == "kv_append_full_batch" else torch.tensor(slots, **index)
     rows = {"batch_idx": torch.tensor(rng.sample(range(batch), batch), **index)}
     return case | (rows if name == "kv_append" else {})
-
-
-def append_by_loops(
-    *, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, batch_idx=None
-) -> None:
-    n = len(block_idx)
-    rows = range(n) if batch_idx is None else batch_idx.tolist()
-    slots = [pos] * n if isinstance(pos, int) else pos.tolist()
-    for row, block, slot in zip(rows, block_idx.tolist(), slots, strict=True):
-        for head in range(key_new.shape[1]):
-            k_cache_layer[block, head, slot] = key_new[row, head]
-            v_cache_layer[block, head, slot] = value_new[row, head]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_specs_write_each_token_to_its_slot_and_nothing_else(name, dtype):
-    case = make_case(name, 5, 3, 8, 4, dtype)
-    before, theirs = copied(case), copied(case)
-    getattr(TORCH, name)(**case)
-    append_by_loops(**theirs)
-    for one in CACHES:
-        assert torch.equal(bits(case[one]), bits(theirs[one]))
-        assert not torch.equal(bits(case[one]), bits(before[one]))
 
 
 @every_device

@@ -19,6 +19,7 @@ from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops, page
 
 pytestmark = check.guarded
 SMALL_TILES = Launch(16, 4, 3)
+HEADS = (1, 20), (2, 64), (8, 128)  # queries that share keys, width
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # over thousands of keys
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -120,8 +121,10 @@ def test_every_tile_shape_and_heads_that_share_a_program_equal_the_spec(
 @pytest.mark.slow
 @check.every_device
 @dtypes
-@pytest.mark.parametrize("group, head_dim", [(1, 20), (2, 64), (8, 128)])
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 500])
+@pytest.mark.parametrize(
+    "window, group, head_dim",
+    [*((None, *head) for head in HEADS), (1, 1, 64), (20, 2, 64), (64, 8, 20), (500, 1, 128)],
+)
 def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window(
     window, group, head_dim, dtype, device
 ):

@@ -25,6 +25,7 @@ from tests.roseinfer.kernels.kernel_checks import assert_near
 MODELS = {family: change | {"n_layers": 1} for family, change in FAMILIES.items() if family != "qwen3"} | {
     "qwen3": FAMILIES["qwen3"],
     "small": {},
+    "no bias": {"biases": ("qkv",), "n_layers": 1},  # no GELU is left to the epilogue
     "gqa": {"n_heads": 4, "n_kv_heads": 2, "n_layers": 1},
     "untied": {"tie_embeddings": False, "n_layers": 1},
     "wide": {"d_ff": 256, "n_layers": 1},
@@ -152,12 +153,6 @@ def test_an_fp16_row_is_normed_where_it_times_the_scale_is_beyond_fp16(rows, kin
     x[:, 7], norm.weight[7] = 60_000.0, 30.0
     norm, projection, x = (one.to(device, torch.float16) for one in (norm, projection, x))
     assert_is_the_norm_and_then_the_projection(TRITON, x, norm, projection)
-
-
-def test_without_a_bias_no_gelu_is_left_to_the_epilogue():
-    model = random_model(0, small_config(biases=("qkv",)))
-    products, x = build_layers(*VARIANTS["epilogue"], model, TRITON)(1).products, torch.randn(5, 32)
-    assert_near(products.up(0, x), F.gelu(model.blocks[0].up(x), approximate="tanh"))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
