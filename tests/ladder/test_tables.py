@@ -27,28 +27,14 @@ def staged(step: Dense, tables) -> torch.Tensor:
     return torch.stack(list(step.stage_tables(tables)))
 
 
-def traced(run, *activities: ProfilerActivity) -> list:
-    """The profiler's events of a run."""
-    with profile(activities=[ProfilerActivity.CPU, *activities]) as trace:
-        run()
-        if activities:
-            torch.cuda.synchronize()
-    return list(trace.events())
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-def test_building_and_copying_are_two_profiler_ranges(rung):
-    step = make_step(rung)
-    names = [event.name for event in traced(lambda: step.stage_tables(random_tables([2, 3])))]
-    assert (names.count(BUILD_RANGE), names.count(H2D_RANGE)) == (1, 1)
-
-
 def device_work(run) -> list[str]:
     """Names of the kernels and copies of a run on the GPU."""
     torch.cuda.synchronize()
-    events = traced(run, ProfilerActivity.CUDA)
-    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in names if name not in (BUILD_RANGE, H2D_RANGE)]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in events if event.name not in (BUILD_RANGE, H2D_RANGE)]
 
 
 def n_copies(work: list[str]) -> int:

@@ -99,14 +99,6 @@ def test_a_warm_up_meets_every_variant_at_powers_of_two(choose, rows, kv_heads, 
     assert len(met) <= 6
 
 
-def test_many_rows_of_single_heads_are_cut_if_most_are_much_shorter_than_the_longest():
-    assert variant_for(256, 12, 900, 132, mean=400) == module.cut_rows(256, 12, 900, 132)
-    for rows, mean in ((256, 800), (256, None), (32, 400)):
-        assert variant_for(rows, 12, 500, 132, mean=mean and mean / 1.8) == whole_rows(rows, 12, 500, 132)
-    assert not variant_for(256, 12, 100, 132, mean=10).combine  # so short that cutting does not pay
-    assert not variant_for(256, 8, 900, 132, group=2, head_dim=128, mean=400).combine
-
-
 @pytest.mark.parametrize(("window", "group"), [(None, 1), (None, 2), (40, 2)])
 def test_a_binder_chooses_for_the_models_shape_and_no_more_tokens_than_its_window(window, group):
     model = random_model(0, small_config(n_heads=2, n_kv_heads=2 // group, window=window))
