@@ -244,7 +244,8 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
 
 
 def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
-    engine = small_engine(random_model(0, small_config(n_positions=256)), deterministic=True)
+    config = small_config(n_positions=256, n_layers=1)
+    engine = small_engine(random_model(0, config), deterministic=True, warm_up=False)
     (sequence,) = helpers.greedy_sequences(engine, random_prompts([150]), 2)
     engine.begin_prefill([sequence], [128])
     engine.begin_prefill([sequence])
