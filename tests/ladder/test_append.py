@@ -94,26 +94,25 @@ def test_kernels_append_from_a_number_of_rows_on(least, is_used):
 SWITCH, LEAST = "ROSELLM_TRITON_KV_APPEND", "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 
 
-@pytest.mark.parametrize(
-    ("environment", "append_from"),
-    [
-        ({}, 128),
-        ({SWITCH: "1"}, 128),
-        ({SWITCH: "0", LEAST: "7"}, None),
-        ({LEAST: "7"}, 7),
-        *(({SWITCH: bad}, SWITCH) for bad in ("yes", "")),
-        *(({LEAST: bad}, LEAST) for bad in ("-1", "many", "²")),
-    ],
-)
-def test_the_environment_sets_that_number_when_a_step_is_built_or_is_refused_by_name(
-    monkeypatch, environment, append_from
-):
+SET = [({}, 128), ({SWITCH: "1"}, 128), ({SWITCH: "0", LEAST: "7"}, None), ({LEAST: "7"}, 7)]
+REFUSED = [(SWITCH, "yes"), (SWITCH, ""), (LEAST, "-1"), (LEAST, "many"), (LEAST, "²")]
+
+
+@pytest.fixture
+def environment(monkeypatch):
     for name in (SWITCH, LEAST):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if isinstance(append_from, str):
-        with pytest.raises(RecipeError, match=append_from):
-            append_from_environment()
-    else:
-        assert append_from_environment() == make_step("one_table").append_from == append_from
+    return lambda values: [monkeypatch.setenv(*one) for one in values.items()]
+
+
+@pytest.mark.parametrize(("values", "append_from"), SET)
+def test_the_environment_sets_that_number_when_a_step_is_built(environment, values, append_from):
+    environment(values)
+    assert append_from_environment() == make_step("one_table").append_from == append_from
+
+
+@pytest.mark.parametrize(("name", "bad"), REFUSED)
+def test_a_bad_variable_is_refused_by_name(environment, name, bad):
+    environment({name: bad})
+    with pytest.raises(RecipeError, match=name):
+        append_from_environment()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -14,7 +15,6 @@ from tests.ladder.steps import LAYERS, N_BLOCKS, WIDTH, make_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RUNGS = ("dense", "pinned_h2d", "resident_tables")
-ROW = 2 + LAYERS * WIDTH  # int32 elements that one changed row takes: its number, and its table in every pool
 
 
 def random_tables(lengths: list[int], seed: int = 0) -> list[list[list[int]]]:
@@ -27,45 +27,14 @@ def staged(step: Dense, tables) -> torch.Tensor:
     return torch.stack(list(step.stage_tables(tables)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rung", RUNGS)
-def test_a_table_holds_each_rows_blocks_and_the_lists_stay_as_they_are(rung, device):
-    """Staging again leaves earlier tables alone, but for resident ones."""
-    step, earlier = make_step(rung, device), []
-    for seed, lengths in enumerate([[1, 3, 2], [WIDTH], [0, 4], [1] * 9, [0, 0], [2, 1]]):
-        tables = random_tables(lengths, seed)
-        found = step.stage_tables(tables)
-        assert len(found) == LAYERS and tables == random_tables(lengths, seed)
-        for table, rows in zip(found, tables, strict=True):
-            assert (table.shape, table.dtype, table.device.type) == ((len(rows), WIDTH), torch.int32, device)
-            for row, wanted in zip(table.tolist(), rows, strict=True):
-                assert row[: len(wanted)] == wanted and all(0 <= i < N_BLOCKS for i in row)
-            earlier.append((table, table.clone()))
-    assert rung == "resident_tables" or all(torch.equal(*pair) for pair in earlier)
-
-
-def traced(run, *activities: ProfilerActivity) -> list:
-    """The profiler's events of a run."""
-    with profile(activities=[ProfilerActivity.CPU, *activities]) as trace:
-        run()
-        if activities:
-            torch.cuda.synchronize()
-    return list(trace.events())
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-def test_building_and_copying_are_two_profiler_ranges(rung):
-    step = make_step(rung)
-    names = [event.name for event in traced(lambda: step.stage_tables(random_tables([2, 3])))]
-    assert (names.count(BUILD_RANGE), names.count(H2D_RANGE)) == (1, 1)
-
-
 def device_work(run) -> list[str]:
     """Names of the kernels and copies of a run on the GPU."""
     torch.cuda.synchronize()
-    events = traced(run, ProfilerActivity.CUDA)
-    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in names if name not in (BUILD_RANGE, H2D_RANGE)]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in events if event.name not in (BUILD_RANGE, H2D_RANGE)]
 
 
 def n_copies(work: list[str]) -> int:
@@ -112,29 +81,6 @@ def sends(monkeypatch) -> list[int]:
     return sizes
 
 
-CHANGES = {  # of a pool's rows
-    "grow": lambda rows: rows[1].append(7),
-    "clone_last": lambda rows: rows[1].append(rows[1].pop() ^ 1),
-    "replace": lambda rows: rows.__setitem__(1, [7, 7, 7]),
-    "shorten": lambda rows: rows[1].pop(),
-    "swap": lambda rows: rows.append(rows.pop(1)),
-}
-
-
-@pytest.mark.parametrize("pools", [slice(None), slice(-1, None)], ids=["all", "last"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_any_change_of_a_resident_row_is_sent_alone_in_one_copy(change, pools, sends):
-    step, tables = make_step("resident_tables"), random_tables([2, 3, 3])
-    step.stage_tables(tables)
-    step.stage_tables([list(rows) for rows in tables])
-    assert sends == [3 * ROW]
-    for rows in tables[pools]:
-        CHANGES[change](rows)
-    found = staged(step, tables)
-    assert sends[1:] == [ROW * (2 if change == "swap" else 1)]
-    assert torch.equal(found, staged(make_step("pinned_h2d"), tables))
-
-
 def test_resident_rows_whose_copy_failed_are_sent_again(sends):
     step, tables = make_step("resident_tables"), random_tables([2, 3])
     step.stage_tables(tables)
@@ -146,54 +92,68 @@ def test_resident_rows_whose_copy_failed_are_sent_again(sends):
     assert torch.equal(staged(step, tables), staged(make_step("pinned_h2d"), tables))
 
 
-def test_resident_tables_stay_in_one_buffer_that_grows_with_the_batch():
-    step = make_step("resident_tables")
-    addresses = [step.stage_tables(random_tables([1] * n, seed=n)).data_ptr() for n in (4, 2, 4, 5, 8, 3)]
-    assert len(set(addresses[:3])) == len(set(addresses[3:])) == 1
-    assert addresses[0] != addresses[3]
+def changed(sequences: list[list[list[int]]], rng: random.Random) -> None:
+    """One change of the blocks ``[sequence][pool]``."""
+    kind = rng.choice(["start", "start", "end", "grow", "grow", "clone", "shuffle", "refill"])
+    if kind == "start" or not sequences:
+        n = rng.randrange(3)
+        sequences.append([[rng.randrange(N_BLOCKS) for _ in range(n)] for _ in range(LAYERS)])
+    one = rng.choice(sequences)
+    for ids in one:
+        if kind == "grow" and len(ids) < WIDTH:
+            ids.append(rng.randrange(N_BLOCKS))
+        if kind == "clone" and ids:
+            ids[-1] = rng.randrange(N_BLOCKS)
+        if kind == "refill":
+            ids[:] = [rng.randrange(N_BLOCKS) for _ in ids]
+    if kind == "end" and len(sequences) > 1:
+        sequences.remove(one)
+    if kind == "shuffle":
+        rng.shuffle(sequences)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("rung", "pools"), [("resident_tables", LAYERS), ("one_table", 1)])
-def test_resident_tables_equal_pinned_ones_through_random_changes(rung, pools, device):
-    rng = random.Random(pools)
-    resident, pinned = make_step(rung, device), make_step("pinned_h2d", device)
-    sequences: list[list[list[int]]] = []  # [sequence][pool]
-    for _ in range(300):
-        kind = rng.choice(["start", "start", "end", "grow", "grow", "clone", "shuffle", "refill"])
-        if kind == "start" or not sequences:
-            sequences.append([[rng.randrange(N_BLOCKS)] for _ in range(pools)])
-        one = rng.choice(sequences)
-        for ids in one:
-            if kind == "grow" and len(ids) < WIDTH:
-                ids.append(rng.randrange(N_BLOCKS))
-            if kind == "clone":
-                ids[-1] = rng.randrange(N_BLOCKS)
-            if kind == "refill":
-                ids[:] = [rng.randrange(N_BLOCKS) for _ in ids]
-        if kind == "end" and len(sequences) > 1:
-            sequences.remove(one)
-        if kind == "shuffle":
-            rng.shuffle(sequences)
+@pytest.mark.parametrize("rung", [*RUNGS, "one_table"])
+def test_tables_hold_each_rows_blocks_and_resident_ones_are_sent_changed_rows_alone(rung, device, sends):
+    """Staging again leaves earlier tables alone, but for resident ones; the lists stay as they are."""
+    rng, step, pools = random.Random(0), make_step(rung, device), 1 if rung == "one_table" else LAYERS
+    sequences, sent, address = [], [], 0  # sent: what each row of the resident tables was last sent
+    is_resident, earlier = rung in ("resident_tables", "one_table"), []
+    for _ in range(200):
+        changed(sequences, rng)
         tables = [[one[pool] for one in sequences] for pool in range(pools)]
-        assert torch.equal(staged(resident, tables), staged(pinned, tables))
+        given = copy.deepcopy(tables)
+        sends.clear()
+        found = step.stage_tables(tables)
+        assert tables == given and len(found) == pools
+        for table, rows in zip(found, tables, strict=True):
+            assert (table.shape, table.dtype, table.device.type) == ((len(rows), WIDTH), torch.int32, device)
+            for row, wanted in zip(table.tolist(), rows, strict=True):
+                assert row[: len(wanted)] == wanted and all(0 <= i < N_BLOCKS for i in row)
+            earlier.append((table, table.clone()))
+        if is_resident:
+            if found.data_ptr() != address:
+                sent, address = [], found.data_ptr()  # a larger buffer
+            own = [one[:pools] for one in sequences]
+            before = sent + [[[]] * pools] * len(own)
+            n_changed = sum(row != old for row, old in zip(own, before, strict=False))
+            assert sends == [n_changed * (2 + pools * WIDTH)] * bool(n_changed)
+            sent[: len(own)] = copy.deepcopy(own)
+    assert is_resident or all(torch.equal(*pair) for pair in earlier)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers"])
-def test_index_lists_become_device_tensors(rung, dtype, device):
-    step = make_step(rung, device)
-    for rows in ([[1, 2, 3], [4, 5, 6]], [[7]], [list(range(40))] * 5, [[8, 9]]):
+@pytest.mark.parametrize(
+    ("rung", "is_reused"), [("dense", False), ("mutable_block_info", False), ("reused_index_buffers", True)]
+)
+def test_index_lists_become_device_tensors_in_buffers_that_are_reused_from_their_rung_on(
+    rung, is_reused, dtype, device
+):
+    step, kept = make_step(rung, device), []
+    for rows in ([[1, 2, 3], [4, 5, 6]], [[7]], [list(range(40))] * 5, [[8, 9]], [[3, 2]]):
         tensors = step.index_tensors(iter(rows), dtype)
         assert [t.tolist() for t in tensors] == rows
         assert all(t.dtype == dtype and t.device.type == device and t.is_contiguous() for t in tensors)
-
-
-@pytest.mark.parametrize(
-    ("rung", "is_reused"), [("mutable_block_info", False), ("reused_index_buffers", True)]
-)
-def test_index_buffers_are_reused_from_their_rung_on(rung, is_reused):
-    step = make_step(rung)
-    (first,), (second,) = (step.index_tensors([[n, 2]], torch.int32) for n in (1, 3))
-    assert (first.data_ptr() == second.data_ptr()) == is_reused
+        kept.append(tensors[0])
+    assert (kept[-1].data_ptr() == kept[-2].data_ptr()) == is_reused

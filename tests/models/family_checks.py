@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -78,3 +80,13 @@ def check_equal(theirs: Any, ours: Transformer, length: int = 100) -> None:
     assert expected.abs().max() > 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def refused(kind: type[Exception], words: tuple[str, ...], call: Callable, *given: Any) -> None:
+    """``call`` raises that very kind of error, in one short line that holds the words."""
+    with pytest.raises(kind) as caught:
+        call(*given)
+    message = str(caught.value)
+    assert type(caught.value) is kind
+    assert "\n" not in message and all(word in message for word in words), message
+    assert len(message) < 600 + sum(len(str(one)) for one in given if isinstance(one, Path)), message

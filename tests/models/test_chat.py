@@ -14,6 +14,7 @@ from rosellm.models.chat import render_chat
 from rosellm.models.tokenizer import load_tokenizer
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import small_config
+from tests.models.family_checks import refused
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}
 {%- if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}{% endif %}
@@ -62,14 +63,6 @@ def test_each_folder_has_its_own_template(untemplated, tmp_path):
         assert render_chat(folder, MESSAGES) == template
 
 
-def refused(kind: type, words: str, *given: object) -> None:
-    with pytest.raises(kind) as caught:
-        render_chat(*given)
-    message = str(caught.value)
-    assert type(caught.value) is kind
-    assert "\n" not in message and words in message and len(message) < 600, message
-
-
 def test_a_chat_is_rendered_by_the_checkpoints_template_with_the_ids_of_transformers(folder):
     from transformers import AutoTokenizer
 
@@ -90,9 +83,10 @@ def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
 
 
 def test_a_folder_without_a_template_or_a_tokenizer_is_refused(untemplated, tmp_path):
-    refused(CheckpointError, "has no chat template; give a prompt as text", untemplated, MESSAGES)
-    refused(CheckpointError, "has no tokenizer with a chat template", tmp_path, MESSAGES)
-    refused(CheckpointError, "a dummy tokenizer has no chat template", None, MESSAGES)
+    lacks = "has no tokenizer with a chat template"
+    for folder, words in ((untemplated, "has no chat template; give a prompt as text"), (tmp_path, lacks)):
+        refused(CheckpointError, (words,), render_chat, folder, MESSAGES)
+    refused(CheckpointError, ("a dummy tokenizer has no chat template",), render_chat, None, MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,7 @@ def test_a_folder_without_a_template_or_a_tokenizer_is_refused(untemplated, tmp_
     ids=lambda value: str(value)[:30],
 )
 def test_other_messages_are_refused(folder, messages, words):
-    refused(PromptError, words, folder, messages)
+    refused(PromptError, (words,), render_chat, folder, messages)
 
 
 FAILS, SYNTAX = "fails on the messages: ", "has a syntax error: "
@@ -130,4 +124,4 @@ FAILS, SYNTAX = "fails on the messages: ", "has a syntax error: "
 )
 def test_a_template_that_fails_is_refused(untemplated, tmp_path, kind, template, words):
     folder = templated(untemplated, tmp_path, template, in_config=True)
-    refused(kind, words, folder, [{"role": "tool", "content": "x"}])
+    refused(kind, (words,), render_chat, folder, [{"role": "tool", "content": "x"}])

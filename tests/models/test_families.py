@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-import rosellm
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.checkpoint import load_config
 from rosellm.models.families.family import FULL, SLIDING
@@ -18,15 +15,8 @@ from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, wri
 from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
 from tests.helpers import CPU, random_model, small_config
-from tests.models.family_checks import (
-    check_equal,
-    loaded,
-    our_logits,
-    prompt,
-    sizes,
-    their_logits,
-    their_model,
-)  # fmt: skip
+from tests.models import family_checks as check
+from tests.models.family_checks import loaded, sizes, their_model
 
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
 SCALED = [family for family in ROTARY if family != "phi3"]  # transformers' has longrope only
@@ -78,7 +68,7 @@ ROPES = {
 def test_logits_and_sizes_equal_those_of_transformers(tmp_path, family, fields):
     theirs = their_model(family, **fields)
     ours = loaded(theirs, tmp_path)
-    check_equal(theirs, ours)
+    check.check_equal(theirs, ours)
     assert ours.config.family == family and ours.config.eos_token_ids == (5,)
     assert ours.config.n_parameters == sum(p.numel() for p in theirs.parameters())
 
@@ -90,7 +80,7 @@ def test_every_kind_of_rotary_embedding_equals_transformers_beyond_the_original_
 ):
     parameters = {"rope_theta": 10_000.0} | ROPES[rope]
     theirs = their_model(family, rope_parameters=parameters, head_dim=16)
-    check_equal(theirs, loaded(theirs, tmp_path), length=120)
+    check.check_equal(theirs, loaded(theirs, tmp_path), length=120)
 
 
 @pytest.mark.parametrize("window", [1, 7, 99, 100, None])
@@ -99,7 +89,7 @@ def test_windows_below_and_above_the_prompts_length_equal_transformers(tmp_path,
     theirs = their_model(family, sliding_window=window)
     ours = loaded(theirs, tmp_path)
     assert ours.config.window == window
-    check_equal(theirs, ours)
+    check.check_equal(theirs, ours)
 
 
 BOTH = {"sliding_window": 7, "use_sliding_window": True}
@@ -107,22 +97,19 @@ ONE_KIND = {
     "full": ({"layer_types": [FULL] * 2} | BOTH, None),
     "sliding": ({"layer_types": [SLIDING] * 2} | BOTH, 7),
 }
-SPELLINGS = {
-    f"{family}-{name}": (family, *ONE_KIND[name]) for family in WINDOWED_BY_LAYER for name in ONE_KIND
+OF_QWEN3 = {
+    "none full": (BOTH | {"max_window_layers": 0}, 7),
+    "as many full as there are": (BOTH | {"max_window_layers": 2}, None),
+    "more full": (BOTH | {"max_window_layers": 3}, None),
+    "default full": (BOTH, None),
+    "no width": ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+    "not in use": ({"sliding_window": 7, "max_window_layers": 0}, None),
+    "the list counts": (BOTH | {"max_window_layers": 0, "layer_types": [FULL] * 2}, None),
+    "a list without use": ({"sliding_window": 7, "layer_types": [FULL] * 2}, None),
 }
-SPELLINGS |= {
-    f"{family}-{name}": (family, fields, window)
-    for family in ("qwen3",)
-    for name, fields, window in [
-        ("none full", BOTH | {"max_window_layers": 0}, 7),
-        ("as many full as there are", BOTH | {"max_window_layers": 2}, None),
-        ("more full", BOTH | {"max_window_layers": 3}, None),
-        ("default full", BOTH, None),
-        ("no width", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
-        ("not in use", {"sliding_window": 7, "max_window_layers": 0}, None),
-        ("the list counts", BOTH | {"max_window_layers": 0, "layer_types": [FULL] * 2}, None),
-        ("a list without use", {"sliding_window": 7, "layer_types": [FULL] * 2}, None),
-    ]
+OF_EACH = dict.fromkeys(WINDOWED_BY_LAYER, ONE_KIND) | {"qwen3": ONE_KIND | OF_QWEN3}
+SPELLINGS = {
+    f"{family}-{name}": (family, *case) for family, own in OF_EACH.items() for name, case in own.items()
 }
 SPELLINGS |= {"mistral-no list": ("mistral", {"layer_types": None, "sliding_window": 7}, 7)}
 
@@ -140,7 +127,7 @@ def test_layers_of_one_kind_equal_transformers_however_a_config_says_it(tmp_path
     ).eval()
     ours = load_model(str(tmp_path), CPU, torch.float32)
     assert ours.config.window == window
-    check_equal(theirs, ours)
+    check.check_equal(theirs, ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -150,11 +137,11 @@ def test_16_bit_logits_are_as_near_to_fp32s_as_those_of_transformers(tmp_path, f
 
     Both round after every operation, though not at the same places: within a quarter, the losses are equal.
     """
-    theirs, tokens = their_model(family).to(dtype), prompt(100)
+    theirs, tokens = their_model(family).to(dtype), check.prompt(100)
     ours = loaded(theirs, tmp_path, dtype)
-    rounded = their_logits(theirs, tokens)
-    exact = their_logits(theirs.float(), tokens)
-    our_loss = (our_logits(ours, tokens) - exact).square().mean().sqrt()
+    rounded = check.their_logits(theirs, tokens)
+    exact = check.their_logits(theirs.float(), tokens)
+    our_loss = (check.our_logits(ours, tokens) - exact).square().mean().sqrt()
     their_loss = (rounded - exact).square().mean().sqrt()
     assert 0 < our_loss < 1.25 * their_loss
 
@@ -191,7 +178,7 @@ def test_what_is_saved_loads_in_transformers_and_comes_back(tmp_path, name):
         tmp_path / "ours", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     assert not any(report.values())
-    check_equal(theirs.eval(), ours)
+    check.check_equal(theirs.eval(), ours)
     again = loaded(theirs, tmp_path / "theirs")
     assert again.config == ours.config and again.config.dtype == "float32"
     weights = again.state_dict()
@@ -205,18 +192,6 @@ def test_a_known_shape_survives_its_own_spelling_and_that_of_transformers(arch):
     fields = write_arch(arch)
     assert read_arch(fields) == arch
     assert read_arch(AutoConfig.for_model(**fields).to_dict()) == arch
-
-
-PARAMETERS = {
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
-    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
-    "Qwen/Qwen3-0.6B": 596_049_920,
-}
-
-
-def test_known_shapes_have_the_parameters_that_their_models_have():
-    assert {name: KNOWN_SHAPES[name].n_parameters for name in PARAMETERS} == PARAMETERS
 
 
 def test_the_end_of_text_tokens_of_generation_outrank_the_configs(tmp_path):
@@ -238,18 +213,19 @@ def test_a_sparse_config_takes_gpt2s_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "ids"),
-    [({}, ()), ({"eos_token_id": None}, ()), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": [7, 0]}, (7, 0))],
+    ("given", "field", "value"),
+    [
+        *(({"eos_token_id": ids}, "eos_token_ids", ()) for ids in (None, [])),
+        ({}, "eos_token_ids", ()),
+        ({"eos_token_id": 7}, "eos_token_ids", (7,)),
+        ({"eos_token_id": [7, 0]}, "eos_token_ids", (7, 0)),
+        *(({name: "bfloat16"}, "dtype", "bfloat16") for name in ("dtype", "torch_dtype")),
+        *(({name: None}, "dtype", None) for name in ("dtype", "torch_dtype")),
+    ],
     ids=str,
 )
-def test_a_config_names_no_end_of_text_one_or_several(given, ids):
-    assert read_arch(GPT2 | given).eos_token_ids == ids
-
-
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_a_config_names_its_checkpoints_dtype_in_either_field(name):
-    assert read_arch(GPT2 | {name: "bfloat16"}).dtype == "bfloat16"
-    assert read_arch(GPT2 | {name: None}).dtype is None
+def test_a_config_names_ends_of_text_and_its_dtype_in_several_ways(given, field, value):
+    assert getattr(read_arch(GPT2 | given), field) == value
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -277,19 +253,16 @@ def test_the_older_spelling_of_rotary_embeddings_reads_as_the_newer_one(rope, ke
     assert read_arch(AutoConfig.for_model(**json.loads(json.dumps(older))).to_dict()) == read_arch(newer)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_scaling": YARN, "original_max_position_embeddings": 16},
-        {"rope_parameters": YARN | {"rope_theta": 50.0}, "rope_theta": 70.0},
-    ],
-    ids=["outer context", "two thetas"],
-)
+OUTER_CONTEXT = {"rope_scaling": YARN, "original_max_position_embeddings": 16}
+TWO_THETAS = {"rope_parameters": YARN | {"rope_theta": 50.0}, "rope_theta": 70.0}
+
+
+@pytest.mark.parametrize("fields", [OUTER_CONTEXT, TWO_THETAS], ids=["outer context", "two thetas"])
 def test_of_two_fields_for_one_thing_the_one_that_transformers_takes_counts(tmp_path, fields):
     theirs = their_model("llama", **json.loads(json.dumps(fields)))
     theirs.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(sizes("llama") | {"model_type": "llama"} | fields))
-    check_equal(theirs, load_model(str(tmp_path), CPU, torch.float32))
+    check.check_equal(theirs, load_model(str(tmp_path), CPU, torch.float32))
 
 
 def test_yarn_makes_room_for_the_positions_that_it_stretches_to():
@@ -298,14 +271,3 @@ def test_yarn_makes_room_for_the_positions_that_it_stretches_to():
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read_arch(base | {"rope_scaling": stretched}).n_positions == 512
     assert read_arch(base | {"rope_scaling": stretched | {"factor": 0.5}}).n_positions == 128
-
-
-# Names
-
-
-def test_no_file_outside_the_families_names_one():
-    """But the trainer, whose option it is."""
-    package, name = Path(rosellm.__file__).parent, re.compile(rf"""["']({"|".join(ROTARY)})["']""")
-    files = [path for path in package.rglob("*.py") if "families" not in path.parts]
-    naming = [path.relative_to(package).as_posix() for path in files if name.search(path.read_text())]
-    assert naming == ["rosetrainer/train.py"]

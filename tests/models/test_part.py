@@ -58,15 +58,6 @@ def test_what_parts_have_is_the_whole_once_and_key_value_heads_as_often_as_there
         assert (times[n_queries:] == max(1, size // arch.n_kv_heads)).all()
 
 
-def test_every_query_head_of_a_part_has_its_own_key_value_head():
-    arch = SHAPES["llama"]
-    for part in parts_of(arch, 8):
-        rows = cut(part, "blocks.0.qkv.bias", torch.arange(arch.qkv_width), arch)
-        queries, keys, _ = rows.split([arch.head_dim] * 3)
-        head = int(queries[0]) // arch.head_dim
-        assert (int(keys[0]) - arch.attention_width) // arch.head_dim == head // arch.group
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_part_is_loaded_as_it_is_cut_from_the_whole(tmp_path, name, size):

@@ -84,14 +84,13 @@ def check_equal(folder: Path) -> None:
     assert ours.encode(render_chat(folder, CHAT), special=False) == ids and ids.count(1) == 2
 
 
-@pytest.mark.parametrize("fields", READ_BY.values(), ids=READ_BY)
-def test_texts_and_chats_have_the_ids_of_transformers(trained, tmp_path, fields):
-    check_equal(saved(trained, tmp_path, fields))
+CASES = {name: (fields, "llama") for name, fields in READ_BY.items()}
+CASES |= {family: (READ_BY[""], family) for family in ("mistral", "phi3")}
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3"])
-def test_texts_and_chats_of_other_families_have_the_ids_of_transformers(trained, tmp_path, family):
-    check_equal(saved(trained, tmp_path, READ_BY[""], family))
+@pytest.mark.parametrize(("fields", "family"), CASES.values(), ids=CASES)
+def test_texts_and_chats_have_the_ids_of_transformers(trained, tmp_path, fields, family):
+    check_equal(saved(trained, tmp_path, fields, family))
 
 
 def test_the_classes_ids_differ_from_those_of_the_file(trained, tmp_path):

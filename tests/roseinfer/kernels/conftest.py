@@ -11,40 +11,28 @@ from torch import Tensor
 GUARD = 64
 
 
-class GuardedMemory:
-    """Memory for outputs: poisoned, so that an element left unwritten shows, with a guard on either side."""
-
-    def __init__(self) -> None:
-        self.held: list[Tensor] = []
-
-    def hand_out(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = shape.numel()
-        memory = torch.full((count + 2 * GUARD,), 77, dtype=dtype, device=device)
-        inner = memory[GUARD : GUARD + count]
-        inner.fill_(float("nan") if dtype.is_floating_point else -77)
-        self.held.append(memory)
-        return inner.view(shape)
-
-    def check(self) -> None:
-        for memory in self.held:
-            assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), "written outside an output"
-
-
 @pytest.fixture
 def guarded_outputs(monkeypatch) -> Iterator[None]:
     """Every ``new_empty`` and ``torch.empty`` gives guarded memory; the guards are looked at afterwards."""
-    guarded, new_empty = GuardedMemory(), Tensor.new_empty
+    held: list[Tensor] = []
+    new_empty = Tensor.new_empty
+
+    def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+        memory = torch.full((shape.numel() + 2 * GUARD,), 77, dtype=dtype, device=device)
+        held.append(memory)
+        return memory[GUARD:-GUARD].fill_(float("nan") if dtype.is_floating_point else -77).view(shape)
 
     def guarded_new_empty(self: Tensor, *size, dtype=None, device=None) -> Tensor:
         shape = torch.Size(size if isinstance(size[0], int) else size[0])
         if not shape.numel():
             return new_empty(self, shape, dtype=dtype, device=device)
-        return guarded.hand_out(shape, dtype or self.dtype, device or self.device)
+        return guarded(shape, dtype or self.dtype, device or self.device)
 
     def guarded_empty(*size: int, dtype=None, device=None) -> Tensor:
-        return guarded.hand_out(torch.Size(size), dtype or torch.get_default_dtype(), device)
+        return guarded(torch.Size(size), dtype or torch.get_default_dtype(), device)
 
     monkeypatch.setattr(Tensor, "new_empty", guarded_new_empty)
     monkeypatch.setattr(torch, "empty", guarded_empty)
     yield
-    guarded.check()
+    for memory in held:
+        assert (memory[:GUARD] == 77).all() and (memory[-GUARD:] == 77).all(), "written outside an output"

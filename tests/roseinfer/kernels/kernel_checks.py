@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import pytest
@@ -47,15 +47,16 @@ def normals(seed: int = 0) -> Callable[..., Tensor]:
     return partial(torch.randn, generator=torch.Generator().manual_seed(seed))
 
 
-def far_apart(folder: Path, rows: Tensor) -> Tensor:
+def far_apart(rows: Tensor) -> Tensor:
     """The rows ``[N, ...]``, ``STRIDE`` elements from each other: past 2**31 of them from the 17th row on.
 
-    They lie in a sparse file, of which only what is touched takes memory. Below lie as many elements as an
-    offset that wraps around would go back.
+    Only what is touched takes memory. Below lie as many elements as an offset that wraps around would go
+    back.
     """
-    size = 2**31 + STRIDE * len(rows)
-    memory = torch.from_file(str(folder / "memory"), shared=True, size=size, dtype=rows.dtype)
-    return memory[2**31 :].as_strided(rows.shape, (STRIDE, *rows[0].stride())).copy_(rows)
+    n_bytes, kept_free = (2**31 + STRIDE * len(rows)) * rows.itemsize, 0x4000  # MAP_NORESERVE
+    memory = mmap(-1, n_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS | kept_free)
+    every = torch.frombuffer(memory, dtype=rows.dtype)[2**31 :]
+    return every.as_strided(rows.shape, (STRIDE, *rows[0].stride())).copy_(rows)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:

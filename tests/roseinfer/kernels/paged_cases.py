@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
-from tests.roseinfer.kernels.kernel_checks import normals
+from tests.roseinfer.kernels.kernel_checks import far_apart, normals
 
 NAN, WILD = float("nan"), 2**30
 CACHES = ("k_cache_layer", "v_cache_layer")
@@ -29,12 +29,14 @@ def paged_case(
     device: str = "cpu",
     seed: int = 0,
     scale: float = 1.0,
+    far: bool = False,
 ) -> dict:
     """Sequences whose first ``starts`` tokens are cached and whose next ``counts`` (1 each) are new.
 
     q, k_new and v_new are slices of a projection, table and positions those of a device state, whose ``rows``
     the sequences are. Cache slots that hold no token of a sequence's window are NaN. Table entries past its
-    blocks and before the window are wild; so are those of an inert row, which has a negative start.
+    blocks and before the window are wild; so are those of an inert row, which has a negative start. far: rows
+    of the projection lie far apart.
     """
     counts, rng, normal = counts or [1] * len(starts), random.Random(seed), normals(seed)
     n_rows = len(starts) if rows is None else max(rows) + 2
@@ -56,6 +58,7 @@ def paged_case(
     cache = torch.where(held[None, :, None, :, None], cache, NAN).to(device, dtype)
     heads = n_heads, n_kv_heads, n_kv_heads
     fused = normal(sum(counts), sum(heads), head_dim).to(device, dtype)
+    fused = far_apart(fused) if far else fused
     case = dict(zip(("q", "k_new", "v_new"), fused.split(heads, dim=1), strict=True))
     case |= {"k_cache_layer": cache[0], "v_cache_layer": cache[1], "block_table": state.table}
     return case | {"positions": state.positions, "scale": scale * head_dim**-0.5}

@@ -25,11 +25,11 @@ from tests.helpers import FAMILIES, random_model, small_config
 from tests.roseinfer.kernels import compile_step_kernels
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_near
+from tests.roseinfer.kernels.paged_cases import CACHES
 from tests.roseinfer.kernels.test_filtered import OTHERS, RULES, make_state, random_logits
 from tests.roseinfer.kernels.test_rotary import N_POSITIONS, make_heads, make_rotary, strided
 
 ROOT, REPLAYS = Path(__file__).parents[3], 50
-COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
@@ -38,9 +38,6 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 def test_only_dependent_launches_ask_the_driver_for_anything():
     assert launch_options(False) == {"DEPENDENT": False}
     assert launch_options(True) == {"DEPENDENT": True, "launch_pdl": True}
-
-
-# What is compiled, which needs no GPU.
 
 
 @pytest.fixture
@@ -63,12 +60,11 @@ def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, i
 
 
 def kernels_digest() -> str:
-    """Of all that a kernel is compiled from: the engine's and models' sources, the script, the compiler."""
-    sources = [*(ROOT / "rosellm" / "roseinfer").rglob("*.py"), *(ROOT / "rosellm" / "models").rglob("*.py")]
-    sources += (ROOT / "rosellm" / "roseinfer").rglob("*.json")
-    sources += [*(ROOT / "rosellm" / "rosetrainer").rglob("*.py"), Path(compile_step_kernels.__file__)]
+    """Of all that a kernel is compiled from: the sources of engine and models, the script, the compiler."""
+    rooms = [ROOT / "rosellm" / room for room in ("roseinfer", "models", "rosetrainer")]
+    sources = [path for room in rooms for path in room.rglob("*.*") if path.suffix in (".py", ".json")]
     digest = sha256(triton.__version__.encode())
-    for path in sorted(sources):
+    for path in sorted([*sources, Path(compile_step_kernels.__file__)]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -77,40 +73,29 @@ def places(pattern: str, ptx: str) -> list[int]:
     return [match.start() for match in re.finditer(pattern, ptx)]
 
 
-@COMPILED
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [90])
-def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(compiled, capability):
-    assert all(".target sm_90" in ptx for _, ptx, *_ in compiled)
-    ordinary = [ptx for _, ptx, dependent, _ in compiled if not dependent]
-    assert ordinary and not any("griddepcontrol" in ptx for ptx in ordinary)
-    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent, _ in compiled if dependent]
-    assert {name for name, _ in chain} == KERNELS
-    for name, ptx in chain:
-        waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
-        assert len(waits) == len(releases) == 1 and waits < releases, name
-        writes, reads = (places(rf"\b{kind}\.global", ptx) for kind in ("st", "ld"))
-        assert writes and min(writes) > waits[0], name
-        if name == "_few_rows":
-            assert sum(read < waits[0] for read in reads) > 2, "the weights are not in flight before the wait"
-        if name == "_decode_attention":
-            assert sum(read < waits[0] for read in reads) > 8, "the keys are not in flight before the wait"
+def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> None:
+    waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
+    assert len(waits) == len(releases) == 1 and waits < releases, name
+    writes, reads = (places(rf"\b{kind}\.global", ptx) for kind in ("st", "ld"))
+    assert writes and min(writes) > waits[0], name
+    in_flight = {"_few_rows_kernel": 2, "_decode_attention_kernel": 8}  # weights and keys, before the wait
+    assert name not in in_flight or sum(read < waits[0] for read in reads) > in_flight[name], name
 
 
-@COMPILED
+@pytest.mark.timeout(2000)  # all kernels are compiled: minutes on a busy machine
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 100])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled):
     """Dependent launches from 9.0 on, ordinary ones before."""
-    assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in compiled)
     assert {name.removesuffix("_kernel") for name, *_ in compiled} == KERNELS
     for name, ptx, dependent, shared in compiled:
+        assert f".target sm_{capability}" in ptx
         assert shared <= SHARED_MEMORY[capability], name
         assert dependent == (capability >= 90), name
         assert ("griddepcontrol" in ptx) == dependent, name
+        if capability == 90:
+            assert_waits_once_then_releases_once_then_writes(name, ptx)
 
-
-# Replayed graphs.
 
 Chain = Callable[[Kernels], tuple[Tensor, ...]]
 
@@ -154,18 +139,10 @@ def step_of(model, state: DeviceState, caches: Tensor):
 
     def chain(kernels) -> tuple[Tensor, ...]:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return kernels.append_and_attend(
-                q=q,
-                k_new=k,
-                v_new=v,
-                k_cache_layer=caches[0, layer],
-                v_cache_layer=caches[1, layer],
-                block_table=state.table,
-                positions=state.positions,
-                scale=model.config.scale,
-                rotary=model.rotary(layer),
-                plan=plan,
-            )
+            where = {"block_table": state.table, "positions": state.positions, "plan": plan}
+            how = {"scale": model.config.scale, "rotary": model.rotary(layer)}
+            caches_of_layer = dict(zip(CACHES, caches[:, layer], strict=True))
+            return kernels.append_and_attend(q=q, k_new=k, v_new=v, **caches_of_layer, **where, **how)
 
         plan = kernels.plan_attention(state.positions, variant)
         hidden = layers[kernels](state.tokens, state.positions, attend)

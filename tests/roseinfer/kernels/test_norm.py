@@ -5,29 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.norm import add_norm, add_norm_ref, embed_ref, silu_mul, silu_mul_ref
 from tests.helpers import random_model
-from tests.roseinfer.kernels.kernel_checks import (
-    assert_equals_spec,
-    assert_near,
-    copied,
-    every_device,
-    every_place,
-    guarded,
-    normals,
-)
+from tests.roseinfer.kernels import kernel_checks as check
 
 EPS, VOCAB, LENGTH = 1e-5, 50, 20
 MODEL = random_model(0)
-pytestmark = guarded
+pytestmark = check.guarded
 
 
 def embed_case(rows: int, width: int, dtype=torch.float32, device: str = "cpu") -> dict:
     """Ids and positions as columns of a device state; every third row inert."""
-    normal, generator = normals(rows), torch.Generator().manual_seed(width)
+    normal, generator = check.normals(rows), torch.Generator().manual_seed(width)
     state = DeviceState(rows, 5, torch.device(device))
     state.tokens.copy_(torch.randint(VOCAB, (rows,), generator=generator))
     state.positions.copy_(torch.randint(LENGTH, (rows,), generator=generator))
@@ -43,16 +34,13 @@ def norm_case(
 
     An RMSNorm is ``without`` a shift.
     """
-    normal = normals(width + parts)
+    normal = check.normals(width + parts)
     x = normal(rows, width) * (1 + normal(rows, 1).abs()) + 3 * normal(rows, 1)
     case = {"x": x, "scale": 1 + 0.3 * normal(width), "shift": normal(width), "bias": normal(width)}
     case = {name: value.to(device, dtype) for name, value in case.items()}
     delta = normal(parts, rows, width).to(device, torch.float32 if parts > 1 else dtype)
     case |= {"eps": EPS} | ({"delta": delta} if parts else {"bias": None})
     return case | dict.fromkeys(without)
-
-
-# Embeddings.
 
 
 def test_the_spec_of_the_embedding_is_the_models_own():
@@ -65,7 +53,7 @@ def test_the_spec_of_the_embedding_is_the_models_own():
     assert torch.equal(embed_ref(ids=ids.int(), positions=positions.int(), **tables), seen[0])
 
 
-@every_place
+@check.every_place
 @pytest.mark.parametrize("has_places", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (7, 48), (3, 1000)])
 def test_the_embedding_kernel_equals_the_spec(rows, width, has_places, device, dtype):
@@ -73,10 +61,7 @@ def test_the_embedding_kernel_equals_the_spec(rows, width, has_places, device, d
     if not has_places:
         case["places"] = None
         case["positions"].fill_(1 << 30)
-    assert_equals_spec("embed", case)
-
-
-# Residual sum and norm.
+    check.assert_equals_spec("embed", case)
 
 
 @pytest.mark.parametrize("without", [(), ("shift", "bias")], ids=["layer", "rms"])
@@ -90,46 +75,42 @@ def test_the_spec_is_the_sum_and_then_torchs_norm(parts, without):
         expected = F.rms_norm(x, (48,), scale, EPS)
     else:
         expected = F.layer_norm(x, (48,), scale, case["shift"].double(), EPS)
-    assert_near(add_norm_ref(**case), expected.float())
-    assert_near(case["x"], x.float())
+    check.assert_near(add_norm_ref(**case), expected.float())
+    check.assert_near(case["x"], x.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_norm_is_of_the_sum_as_it_is_held(dtype):
-    case = norm_case(5, 48, 2, dtype)
-    found = add_norm_ref(**case)
-    held = case["x"]
-    assert held.dtype == found.dtype == dtype
-    rest = {"scale": case["scale"], "shift": case["shift"], "eps": EPS}
-    assert torch.equal(found, add_norm_ref(x=held.clone(), **rest))
-
-
-@every_place
+@check.every_place
 @pytest.mark.parametrize("without", [(), ("shift",), ("bias",), ("shift", "bias")], ids=str)
 @pytest.mark.parametrize("parts", [0, 1, 8])
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 48), (17, 768), (2, 1000), (3, 5120)])
 def test_the_norm_kernel_equals_the_spec(rows, width, parts, without, device, dtype):
-    assert_equals_spec("add_norm", norm_case(rows, width, parts, dtype, device, without), written=("x",))
+    check.assert_equals_spec(
+        "add_norm", norm_case(rows, width, parts, dtype, device, without), written=("x",)
+    )
 
 
-@every_device
-def test_the_kernels_norm_is_of_the_sum_as_it_is_held(device):
+@check.every_twin
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_is_of_the_sum_as_it_is_held(kernels, dtype, device):
     """Half precision holds only even numbers there."""
-    case = norm_case(5, 48, 2, torch.float16, device)
+    case = norm_case(5, 48, 2, dtype, device)
     case["x"] += 2048
-    assert_equals_spec("add_norm", case, written=("x",))
+    found, held = kernels.add_norm(**case), case["x"]
+    rest = {"scale": case["scale"], "shift": case["shift"], "eps": EPS}
+    assert held.dtype == found.dtype == dtype
+    check.assert_near(found, kernels.add_norm(x=held.clone(), **rest))
 
 
-@every_device
+@check.every_device
 def test_a_large_mean_costs_the_norm_no_digits(device):
     """Deviations are summed after the mean is taken off."""
     case = norm_case(4, 768, 0, device=device)
     x = case["x"] + 4096.0
     exact = F.layer_norm(x.double(), (768,), case["scale"].double(), case["shift"].double(), EPS)
-    assert_near(add_norm(**case | {"x": x}), exact.float(), 1e-3)
+    check.assert_near(add_norm(**case | {"x": x}), exact.float(), 1e-3)
 
 
-@every_device
+@check.every_device
 @pytest.mark.parametrize(
     ("value", "without"), [(0.0, ()), (4.0, ()), (-1024.0, ()), (0.0, ("shift",))], ids=str
 )
@@ -141,36 +122,26 @@ def test_the_norm_of_equal_elements_is_the_shift(value, without, device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@every_device
+@check.every_device
 def test_a_row_that_is_not_finite_leaves_the_others_alone(device):
     case = norm_case(4, 48, 2, device=device)
     case["delta"][1, 2, 5] = float("inf")
-    expected, found = add_norm_ref(**copied(case)), add_norm(**case)
-    assert_near(found[[0, 1, 3]], expected[[0, 1, 3]])
+    expected, found = add_norm_ref(**check.copied(case)), add_norm(**case)
+    check.assert_near(found[[0, 1, 3]], expected[[0, 1, 3]])
     assert found[2].isnan().all()
 
 
-# SwiGLU.
-
-
-def gates(rows: int, width: int) -> Tensor:
-    return 3 * normals(width)(rows, 2 * width)
-
-
-def test_the_spec_is_torchs_silu_times_the_other_half():
-    x = gates(5, 48)
-    gate, up = x.double().split(48, dim=1)
-    assert_near(silu_mul_ref(x=x), (F.silu(gate) * up).float())
-
-
-@every_place
+@check.every_place
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 32), (5, 48), (17, 1000), (2, 1024), (3, 3072)])
-def test_the_kernel_for_silu_equals_the_spec(rows, width, device, dtype):
-    assert_equals_spec("silu_mul", {"x": gates(rows, width).to(device, dtype)})
+def test_the_kernel_for_silu_and_its_spec_are_torchs_silu_times_the_other_half(rows, width, device, dtype):
+    x = 3 * check.normals(width)(rows, 2 * width).to(device, dtype)
+    gate, up = x.double().split(width, dim=1)
+    check.assert_near(silu_mul_ref(x=x), (F.silu(gate) * up).to(dtype))
+    check.assert_equals_spec("silu_mul", {"x": x})
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@every_device
+@check.every_device
 def test_silu_of_large_numbers_is_the_number_or_zero(device):
     x = torch.tensor([[1e4, -1e4, 1e30, -1e30, 2.0, 2.0, 2.0, 2.0]], device=device)
     expected = torch.tensor([[2e4, 0.0, 2e30, 0.0]], device=device)

@@ -14,19 +14,12 @@ from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, Launch, prefill_attention, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles, make_tiles
 from tests.helpers import DTYPES, LARGE, bits
-from tests.roseinfer.kernels.kernel_checks import (
-    assert_equals_spec,
-    assert_near,
-    copied,
-    every_device,
-    far_apart,
-    guarded,
-    interpreted,
-)
+from tests.roseinfer.kernels import kernel_checks as check
 from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops, paged_case
 
-pytestmark = guarded
+pytestmark = check.guarded
 SMALL_TILES = Launch(16, 4, 3)
+HEADS = (1, 20), (2, 64), (8, 128)  # queries that share keys, width
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # over thousands of keys
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -53,7 +46,9 @@ def make_case(
 def assert_attends_as_specified(case: dict, tolerance: float | None = None, **options) -> None:
     """The very same caches, bit for bit. The spec runs on the CPU, and knows no pieces."""
     tolerance = tolerance or TOLERANCE[case["q"].dtype]
-    assert_equals_spec("prefill_attention", case, exact=CACHES, tolerance=tolerance, spec_on="cpu", **options)
+    check.assert_equals_spec(
+        "prefill_attention", case, exact=CACHES, tolerance=tolerance, spec_on="cpu", **options
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])
@@ -62,55 +57,52 @@ def test_the_spec_writes_the_tokens_and_attends_to_those_up_to_each(seed, window
     rng = random.Random(seed)
     kv_heads, starts = rng.choice((1, 2, 3)), [0, *(rng.randrange(14) for _ in range(3))]
     counts = [rng.randrange(1, 14) for _ in starts]
-    case = make_case(
-        starts,
-        counts,
-        tile_size=5,
-        window=window,
-        n_heads=kv_heads * rng.choice((1, 2, 4)),
-        n_kv_heads=kv_heads,
-        head_dim=rng.choice((8, 20, 32)),
-        block_size=rng.choice((1, 2, 4)),
-        seed=seed,
-    )
-    theirs, rows = copied(case), rows_of(starts)
+    sizes = {"n_heads": kv_heads * rng.choice((1, 2, 4)), "n_kv_heads": kv_heads, "seed": seed}
+    sizes |= {"head_dim": rng.choice((8, 20, 32)), "block_size": rng.choice((1, 2, 4))}
+    case = make_case(starts, counts, tile_size=5, window=window, **sizes)
+    theirs, rows = check.copied(case), rows_of(starts)
     positions = chain(*(range(a, a + n) for a, n in zip(starts, counts, strict=True)))
     each = chain(*([row] * n for row, n in zip(rows, counts, strict=True)))
-    assert_near(prefill_attention_ref(**case), attention_by_loops(theirs, each, positions, window))
+    check.assert_near(prefill_attention_ref(**case), attention_by_loops(theirs, each, positions, window))
     assert all(torch.equal(bits(case[name]), bits(theirs[name])) for name in CACHES)
 
 
-@every_device
+SIZES = [
+    *({"head_dim": head_dim, "block_size": 64} for head_dim in (64, 128)),
+    *({"head_dim": head_dim} for head_dim in (64, 80)),
+    {"head_dim": 8, "block_size": 1},
+    *({"window": window} for window in (1, 20, 64, 200)),
+]
+
+
+@check.every_device
 @dtypes
-@pytest.mark.parametrize("head_dim, block_size", [(64, 64), (64, 8), (80, 8), (8, 1), (128, 64)])
-def test_the_kernel_equals_the_spec(head_dim, block_size, dtype, device):
-    sizes = {"n_kv_heads": 1, "head_dim": head_dim, "block_size": block_size}
-    case = make_case([0, 0, 5, 64, 77, 150], [1, 64, 65, 1, 70, 130], **sizes, dtype=dtype, device=device)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_kernel_equals_the_spec(sizes, dtype, device):
+    case = make_case([0, 5, 64, 150], [64, 65, 1, 70], n_kv_heads=1, **sizes, dtype=dtype, device=device)
     assert_attends_as_specified(case)
 
 
-@every_device
-@settings(max_examples=6, deadline=None, derandomize=True)
+@check.every_device
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
-    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
-    kv_heads=st.integers(1, 3),
-    group=st.sampled_from((1, 2, 3)),
-    sizes=st.fixed_dictionaries(
-        {
-            "head_dim": st.sampled_from((16, 20, 64)),
-            "block_size": st.sampled_from((1, 2, 8, 64)),
-            "dtype": st.sampled_from(DTYPES),
-            "seed": st.integers(0, 999),
-        }
-    ),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((16, 20, 64)),
+    st.sampled_from((1, 2, 8, 64)),
+    st.sampled_from(DTYPES),
 )
-def test_the_kernel_equals_the_spec_over_random_shapes(device, sequences, kv_heads, group, sizes):
+def test_the_kernel_equals_the_spec_over_random_shapes(
+    device, sequences, kv_heads, group, head_dim, block_size, dtype
+):
     starts, counts = (list(x) for x in zip(*sequences, strict=True))
-    sizes |= {"n_heads": kv_heads * group, "n_kv_heads": kv_heads, "device": device}
-    assert_attends_as_specified(make_case(starts, counts, tile_size=16, **sizes), launch=SMALL_TILES)
+    sizes = {"n_heads": kv_heads * group, "n_kv_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"block_size": block_size, "dtype": dtype, "device": device, "tile_size": 16}
+    assert_attends_as_specified(make_case(starts, counts, **sizes), launch=SMALL_TILES)
 
 
-@every_device
+@check.every_device
 @pytest.mark.parametrize(
     "tile_size, block_n, heads, group",
     [
@@ -121,52 +113,38 @@ def test_the_kernel_equals_the_spec_over_random_shapes(device, sequences, kv_hea
 def test_every_tile_shape_and_heads_that_share_a_program_equal_the_spec(
     tile_size, block_n, heads, group, device
 ):
-    starts, counts = ([0, 30, 3], [130, 65, 2]) if group == 1 else ([0, 30], [35, 20])
-    case = make_case(starts, counts, tile_size=tile_size, n_heads=2 * group, device=device)
+    starts, counts = ([0, 3], [130, 30]) if group == 1 else ([0, 30], [20, 3])
+    case = make_case(starts, counts, tile_size=tile_size, n_heads=group, n_kv_heads=1, device=device)
     assert_attends_as_specified(case, launch=Launch(block_n, 4, 3, heads))
 
 
-@every_device
+@pytest.mark.slow
+@check.every_device
 @dtypes
-@pytest.mark.parametrize("window", [1, 20, 64, 200])
-def test_a_window_hides_what_lies_before_it(window, dtype, device):
-    case = make_case([0, 70, 150], [150, 65, 3], window=window, n_kv_heads=1, dtype=dtype, device=device)
+@pytest.mark.parametrize(
+    "window, group, head_dim",
+    [*((None, *head) for head in HEADS), (1, 1, 64), (20, 2, 64), (64, 8, 20), (500, 1, 128)],
+)
+def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window(
+    window, group, head_dim, dtype, device
+):
+    sizes = {"n_heads": group, "n_kv_heads": 1, "head_dim": head_dim, "dtype": dtype, "device": device}
+    case = make_case([0, 63, 1000], [150, 65, 3], pieces=[2, 5, 8], window=window, **sizes)
     assert_attends_as_specified(case)
 
 
-@pytest.mark.slow
-@every_device
-@pytest.mark.parametrize("group", [1, 2, 8])
-@pytest.mark.parametrize("head_dim", [20, 64, 128])
-def test_pieces_of_every_kind_of_head_equal_the_spec(head_dim, group, device):
-    sizes = {"n_heads": group, "n_kv_heads": 1, "head_dim": head_dim, "block_size": 64, "device": device}
-    case = make_case([0, 1000, 100], [5, 65, 3], pieces=[1, 3, 2], **sizes, dtype=torch.bfloat16)
-    assert_attends_as_specified(case)
-
-
-@pytest.mark.slow
-@every_device
-@dtypes
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 500])
-def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window(window, dtype, device):
-    sizes = {"n_kv_heads": 1, "dtype": dtype, "device": device}
-    assert_attends_as_specified(
-        make_case([0, 63, 1000], [150, 65, 3], pieces=[2, 5, 8], window=window, **sizes)
-    )
-
-
-@every_device
+@check.every_device
 def test_a_kernel_that_knows_no_pieces_computes_tiles_as_a_whole(device):
     case = make_case([5, 100], [20, 3], device=device)
-    cut = copied(make_case([5, 100], [20, 3], pieces=[3, 2], device=device))
+    cut = check.copied(make_case([5, 100], [20, 3], pieces=[3, 2], device=device))
     cut["tiles"] = Tiles(cut["tiles"].columns, BLOCK_M)
     assert torch.equal(bits(prefill_attention(**cut)), bits(prefill_attention(**case)))
 
 
-@every_device
+@check.every_device
 def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
     case = make_case([0], [200], n_kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device)
-    chunked, found = copied(case), []
+    chunked, found = check.copied(case), []
     for done in range(0, 200, 64):
         new = {name: case[name][done : done + 64] for name in ("q", "k_new", "v_new")}
         tiles = make_tiles([done], [len(new["q"])], rows_of([0]), BLOCK_M, device)
@@ -174,13 +152,13 @@ def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
     assert torch.equal(bits(torch.cat(found)), bits(prefill_attention(**case)))
 
 
-@every_device
+@check.every_device
 def test_large_scores_do_not_overflow(device):
     case = make_case([9, 0], [17, 40], tile_size=16, device=device, scale=300.0)
     assert_attends_as_specified(case, 1e-3, launch=SMALL_TILES)
 
 
-@every_device
+@check.every_device
 def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device):
     case = make_case([5, 0], [20, 3], tile_size=16, device=device)
     columns = case["tiles"].columns
@@ -195,16 +173,11 @@ def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
         prefill_attention(**make_case([0], [3], tile_size=block_m), launch=Launch(block_n, 4, 3))
 
 
-@interpreted
+@check.interpreted
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_the_kernel_reads_new_tokens_that_are_far_apart(tmp_path):
-    case = make_case([0], [34], tile_size=16, n_heads=1, n_kv_heads=1, head_dim=16)
-    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
-    case["q"], case["k_new"], case["v_new"] = far_apart(tmp_path, fused).split(1, dim=1)
+def test_the_kernel_reads_new_tokens_that_are_far_apart():
+    case = make_case([0], [34], tile_size=16, n_heads=1, n_kv_heads=1, head_dim=16, far=True)
     assert_attends_as_specified(case, launch=SMALL_TILES)
-
-
-# A GPU's own.
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, launch_for, room_for
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, PIECE_KEYS, pieces_for, tile_columns
 from tests.helpers import DTYPES
 
@@ -75,32 +75,18 @@ def test_tiles_are_cut_into_no_more_pieces_than_there_is_room_for(sequences, roo
 
 
 @pytest.mark.parametrize(
-    "starts, counts, room, window, expected",
+    "starts, counts, window, expected",
     [
-        ([15_000], [512], 16, None, [2]),
-        ([15_000], [64], 16, None, [8]),
-        ([15_000], [1], 16, None, [8]),
-        ([1024], [64], 16, None, [2]),
-        ([2048], [256], 16, None, None),  # to combine two pieces takes longer than 1024 keys
-        ([12_000, 3000], [64, 64], 16, None, [5, 2]),
-        ([15_000], [64], 16, 4096, [4]),
-        ([15_000], [64], 16, 1000, None),
-        ([1023], [64], 16, None, None),
-        ([15_000], [1024], 16, None, None),
-        ([15_000], [64], 0, None, None),
-        ([], [], 16, None, None),
+        ([15_000], [64], None, [8]),
+        ([12_000, 3000], [64, 64], None, [5, 2]),
+        ([15_000], [64], 4096, [4]),
+        ([2048], [256], None, None),  # to combine two pieces takes longer than 1024 keys
+        ([15_000], [1024], None, None),
+        ([], [], None, None),
     ],
 )
-def test_long_prefixes_before_few_tokens_are_cut_so(starts, counts, room, window, expected):
-    assert pieces_for(starts, counts, 64, room, 16, window) == expected
-
-
-@pytest.mark.parametrize(
-    "n_heads, group, head_dim, expected",
-    [(16, 2, 128, 16), (32, 4, 128, 8), (32, 4, 64, 16), (12, 1, 64, 22), (25, 5, 80, 10)],
-)
-def test_there_is_room_for_two_programs_an_sm(n_heads, group, head_dim, expected):
-    assert room_for(torch.bfloat16, head_dim, n_heads, group, 132) == expected
+def test_long_prefixes_before_few_tokens_are_cut_so(starts, counts, window, expected):
+    assert pieces_for(starts, counts, 64, 16, 16, window) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

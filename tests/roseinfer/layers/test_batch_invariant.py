@@ -16,17 +16,22 @@ from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from tests.helpers import BITS, FAMILIES, greedy_sequences, random_model, random_prompts, small_config
+from tests.helpers import (
+    DTYPES,
+    FAMILIES,
+    ON_GPU,
+    bits,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+)
 
 CONFIG = small_config(n_positions=256)
 STEPS = 6
 PROBE = random_prompts([70], seed=9)[0]
 COMPANY = random_prompts([1, 3, 64, 65, 130, 9, 17, 40, 5, 2, 100, 33, 8, 8, 8, 21, 77, 6], seed=4)
 PLACES = [("cpu", "torch")] + [pytest.param(("cuda", "triton"), marks=pytest.mark.gpu, id="gpu")]
-
-
-def model_on(device: str, dtype: torch.dtype = torch.float32) -> Transformer:
-    return random_model(0, CONFIG).to(device, dtype)
 
 
 def engine_of(model: Transformer, **options) -> Engine:
@@ -50,25 +55,33 @@ def logits_of_probe(engine: Engine, n_others: int, place: int = 0) -> Tensor:
     return torch.stack(logits)
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.dtype.itemsize])
+REAL = {"d_model": 768, "n_heads": 12, "head_dim": 64, "d_ff": 3072, "vocab_size": 5003}
+ON_CPU = [("cpu", torch.float32, n) for n in (1, 2, 7, 15, 16, 40)]
+ON_GPUS = [("cuda", dtype, n) for dtype in DTYPES for n in (1, 7, 8, 31, 63, 64, 127, 128, 255)]
+BITWISE = [pytest.param(*one, marks=pytest.mark.slow) for one in ON_CPU]
+BITWISE += [pytest.param(*one, marks=pytest.mark.gpu) for one in ON_GPUS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-@pytest.mark.parametrize("n_others", [1, 2, 7, 15, 16, 40])
-def test_logits_are_bitwise_those_of_the_request_alone(n_others, family):
-    config = small_config(**{"n_positions": 256} | FAMILIES.get(family, {}))
-    engine = engine_of(random_model(0, config))
+@pytest.mark.parametrize(("device", "dtype", "n_others"), BITWISE)
+def test_logits_are_bitwise_those_of_the_request_alone(device, dtype, n_others, family):
+    width = REAL if device == "cuda" else {}
+    config = small_config(**FAMILIES.get(family, {}) | width | {"n_positions": 256})
+    model = random_model(0, config, std=0.05 if width else 0.3).to(device, dtype)
+    engine = engine_of(model, num_kv_blocks=8192 if width else 600)
     alone = logits_of_probe(engine, 0)
     for place in (0, n_others):
         assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
 
 
-def test_without_the_mode_they_differ_somewhere():
-    engine = engine_of(model_on("cpu"), deterministic=False, recipe="packed_prefill")
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_without_the_mode_they_differ_somewhere(device):
+    options = {"recipe": "packed_prefill"} if device == "cpu" else {}
+    config = small_config(**({} if device == "cpu" else REAL) | {"n_positions": 256})
+    model = random_model(0, config, std=0.05).to(device, torch.float32 if device == "cpu" else torch.float16)
+    engine = engine_of(model, deterministic=False, **options)
     alone = logits_of_probe(engine, 0)
-    assert not torch.equal(bits(logits_of_probe(engine, 7)), bits(alone))
+    assert any(not torch.equal(bits(logits_of_probe(engine, n)), bits(alone)) for n in (7, 1, 8, 63, 255))
 
 
 def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int]], n: int):
@@ -82,7 +95,7 @@ def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int
 
     def keep(sequences, ahead):
         for row, sequence in enumerate(sequences):
-            found = bits(engine.step.last_logits()[row]).cpu().numpy().tobytes()
+            found = bits(engine.step.last_logits()[row].contiguous()).cpu().numpy().tobytes()
             mine = seen.setdefault(sequence.request_id, {})
             assert mine.setdefault(sequence.num_cached_tokens + ahead, found) == found
 
@@ -104,20 +117,16 @@ def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int
     return [o.token_ids for o in outputs], [seen[i] for i in ids], scheduler.preemptions
 
 
+SLOW = ("chunks of 64", "chunks of 192", "prefix cache", "preemption", "small batches")
+CASES = ["all of them", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+
+
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "all of them",
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in ("chunks of 64", "chunks of 192", "prefix cache", "preemption", "small batches")
-        ),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_chunks_cached_prefixes_and_preemption_change_no_bit(case, place):
     device, kernels = place
-    model = model_on(device, torch.float32 if device == "cpu" else torch.float16)
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    model = random_model(0, CONFIG).to(device, dtype)
     prompts = [PROBE + prompt for prompt in COMPANY[:5]] + [PROBE + COMPANY[4]]
     options = {"kernels": kernels, "max_batch_size": 16}
     tokens, logits, _ = heard_logits(engine_of(model, **options), SchedulerConfig(), prompts, 12)
@@ -137,7 +146,7 @@ def test_chunks_cached_prefixes_and_preemption_change_no_bit(case, place):
 
 
 def test_a_prompt_cannot_be_cut_elsewhere():
-    engine = engine_of(model_on("cpu"))
+    engine = engine_of(random_model(0, CONFIG))
     (sequence,) = greedy_sequences(engine, [PROBE], 2)
     with pytest.raises(OptionError, match="ends at token 63.*multiple of 64"):
         engine.begin_prefill([sequence], [63])
@@ -148,30 +157,7 @@ def test_a_prompt_cannot_be_cut_elsewhere():
 @pytest.mark.parametrize("rung", [rung for rung in LADDER if LADDER[rung].as_dict()["gemm"] != "small_m"])
 def test_rungs_whose_sums_have_no_one_order_refuse_the_mode(rung):
     with pytest.raises(RecipeError, match="(numerics='invariant'|deterministic=True) needs"):
-        engine_of(model_on("cpu"), recipe=rung)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n_others", [1, 7, 8, 31, 63, 64, 127, 128, 255])
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_on_a_gpu_logits_are_bitwise_those_of_the_request_alone(family, n_others, dtype):
-    width = {"d_model": 768, "n_heads": 12, "head_dim": 64, "d_ff": 3072}
-    sizes = {"n_positions": 256, "n_layers": 2, "vocab_size": 5003}
-    shape = small_config(**FAMILIES.get(family, {}) | width | sizes)
-    model = random_model(0, shape, std=0.05).to("cuda", dtype)
-    engine = engine_of(model, num_kv_blocks=8192)
-    alone = logits_of_probe(engine, 0)
-    for place in (0, n_others):
-        assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_they_differ_somewhere_without_the_mode():
-    shape = small_config(n_positions=256, d_model=768, n_heads=12, n_layers=2, vocab_size=5003)
-    engine = engine_of(random_model(0, shape, std=0.05).to("cuda", torch.float16), deterministic=False)
-    alone = logits_of_probe(engine, 0)
-    assert any(not torch.equal(bits(logits_of_probe(engine, n)), bits(alone)) for n in (1, 8, 63, 255))
+        engine_of(random_model(0, CONFIG), recipe=rung)
 
 
 @pytest.mark.parametrize("rows", [8, 200])

@@ -61,35 +61,3 @@ def test_a_capture_is_not_spoiled_by_garbage_that_holds_graphs():
     assert record_graph(run, None)().tolist() == [1] * 4
     gc.collect()
     assert gone() is None
-
-
-@pytest.fixture
-def modes(monkeypatch) -> list[str]:
-    """The error modes of captures, which are not made."""
-    modes: list[str] = []
-
-    class Graph:
-        def capture_begin(self, capture_error_mode="global", **_options):
-            modes.append(capture_error_mode)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_exception):
-            return None
-
-        wait_stream = capture_end = replay = lambda self, *_arguments: None
-
-    for name in ("CUDAGraph", "Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Graph)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: Graph())
-    monkeypatch.setattr("rosellm.roseinfer.steps.cuda_graph._capture_stream", Graph)
-    return modes
-
-
-def test_nothing_is_collected_during_a_capture(modes):
-    assert record_graph(gc.isenabled, None)() is False
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        record_graph(lambda: 1 // 0, None)
-    assert gc.isenabled() and len(modes) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,16 +18,9 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps import step as step_module
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
+from tests import helpers
 from tests.fake_memory import FakeMemory
-from tests.helpers import (
-    MODERN,
-    ON_GPU,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-    small_engine,
-)
+from tests.helpers import MODERN, ON_GPU, random_model, random_prompts, small_config, small_engine
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
@@ -109,6 +103,9 @@ def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, r
     assert step.n_captured == len(step._steps) == n_modes
     engine.warm_up()
     assert step.captures() == [] and len(step._steps) > n_modes
+    host_driven = small_engine(random_model(0), recipe="cuda_graph", warm_up=False)
+    host_driven.warm_up(5)
+    assert list(host_driven.step.captured) == [8]
 
 
 @pytest.mark.parametrize(("rows", "first"), [(None, ["rehearsal"]), (4, [])])
@@ -154,7 +151,7 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
         rehearsed = set(launches)
         launches.clear()
         prompts = random_prompts([draw.randint(33, 60) for _ in range(16)], seed=seed)
-        engine.begin_prefill(greedy_sequences(engine, prompts, 4))
+        engine.begin_prefill(helpers.greedy_sequences(engine, prompts, 4))
     assert launches and set(launches) <= rehearsed
 
 
@@ -182,19 +179,13 @@ def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_rai
 def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trace():
     before = triton.runtime.KernelInterface.__getitem__
     x, inside, launched = torch.zeros(16), threading.Event(), threading.Event()
-
-    def wait_inside() -> None:
-        inside.set()
-        assert launched.wait(10)
-
-    threads = [threading.Thread(target=compile_ahead, args=([wait_inside],)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(10)
-    one_more_kernel[(1,)](x, SIZE=16)
-    launched.set()
-    for thread in threads:
-        thread.join(10)
+    runs = [lambda: inside.set() or launched.wait(10)]
+    with ThreadPoolExecutor(2) as threads:
+        two = [threads.submit(compile_ahead, runs) for _ in range(2)]
+        assert inside.wait(10)
+        one_more_kernel[(1,)](x, SIZE=16)
+        launched.set()
+        assert [one.result(10) for one in two] == [None, None]
     assert x.tolist() == [1.0] * 16
     assert triton.runtime.KernelInterface.__getitem__ is before
 
