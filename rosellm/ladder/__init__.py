@@ -1,1 +1,1 @@
-"""Earlier decode steps, kept for comparison: those driven by the host, and the first two resident ones."""
+"""Earlier decode steps, kept for comparison: host-driven ones, and the first two GPU-resident ones."""

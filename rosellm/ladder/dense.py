@@ -1,8 +1,8 @@
-"""The first rung, which is also the base class of all decode steps driven by the host.
+"""The first rung, which is also the base class of all host-driven decode steps.
 
-A step gives each of B sequences one new token: it reserves slots, stages inputs, runs the model, appends, and
-samples. Attention reads the cache and the new token; the new keys and values are written to the cache after
-the model has run.
+A step gives each of B sequences one new token: it reserves cache slots, copies inputs to the device, runs the
+model, stores the new keys and values, and samples. Attention reads the cache and the new token; the new keys
+and values are written to the cache after the model has run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class DecodeInputs:
 
 @dataclass
 class DecodeOutputs:
-    """The outputs of a step: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
+    """The outputs of a step.
+
+    logits: ``[B, V]``.
+    keys, values: the new keys and values of each layer, ``[B, H_kv, D]``.
+    """
 
     logits: Tensor
     keys: list[Tensor] = field(default_factory=list)
@@ -56,10 +60,15 @@ class DecodeOutputs:
 
 
 class Dense:
-    """A decode step driven by the host, with the interface of ``Step``; later rungs override a few methods.
+    """A host-driven decode step with the interface of ``Step``; later rungs override a few methods.
 
     When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
-    most_rows: the maximum number of sequences in a step.
+
+    pool_kind: the class of the pools of KV blocks.
+    run_ahead: as in ``Step``; 0, since no step is left unfinished.
+    most_rows: maximum number of sequences in a step.
+    max_model_len: maximum number of tokens of a sequence.
+    tables_of: maps a request's id to its table of blocks in each pool.
     """
 
     pool_kind: type[TuplePool] = TuplePool
@@ -67,7 +76,7 @@ class Dense:
 
     @staticmethod
     def pool_of(n_layers: int) -> list[int]:
-        """Return the index of the pool that each layer uses."""
+        """Return the index of the pool that each layer uses; here, each layer has its own."""
         return list(range(n_layers))
 
     def __init__(
@@ -86,7 +95,10 @@ class Dense:
 
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Advance every sequence by one token; return those that got a token, and those that failed."""
+        """Advance every sequence by one token; return the sequences that received one, and those that failed.
+
+        A sequence fails if no token can be chosen, for example because of NaN logits.
+        """
         with profile_range(STEP_RANGE):
             slots, tables = self.reserve(sequences)
             inputs = self.stage(sequences, tables)
@@ -100,7 +112,10 @@ class Dense:
                 return commit_tokens(sequences, tokens, num_newly_cached=1)
 
     def reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[Table]]]:
-        """Reserve a slot for each row's token in every pool; return each pool's slots and tables."""
+        """Reserve a slot for each sequence's token in every pool.
+
+        Returns the slots of each pool, and the tables as ``[pool][row]``.
+        """
         with profile_range(f"{STEP_RANGE}.reserve"):
             tables = self.tables(sequences)
             return [
@@ -108,7 +123,10 @@ class Dense:
             ], tables
 
     def stage(self, sequences: list[Sequence], tables: list[list[Table]]) -> DecodeInputs:
-        """Copy the inputs of the model to the device."""
+        """Copy the inputs of the model to the device.
+
+        tables: the sequences' tables, as ``[pool][row]``.
+        """
         staged = self.stage_tables(tables)
         with profile_range(f"{STEP_RANGE}.stage_tokens"):
             contexts = [s.num_cached_tokens for s in sequences]
@@ -119,7 +137,10 @@ class Dense:
         return DecodeInputs(ids, context_lens, staged, mask, max(contexts))
 
     def stage_tables(self, tables: list[list[Table]]) -> Tables:
-        """Copy ``tables[pool][row]`` to the device, ``[B, MAX_BLOCKS]`` per pool, each by a pageable copy."""
+        """Copy ``tables[pool][row]`` to the device, as ``[B, MAX_BLOCKS]`` int32 per pool.
+
+        Each pool's tables are sent by their own pageable copy.
+        """
         with profile_range(BUILD_RANGE):
             padded = [[row + [0] * (self.max_blocks - len(row)) for row in rows] for rows in tables]
         with profile_range(H2D_RANGE):
@@ -130,7 +151,7 @@ class Dense:
         return dense_mask(context_lens, max_context, self.model.dtype, self.model.config.window)
 
     def run_model(self, inputs: DecodeInputs) -> DecodeOutputs:
-        """Run the model; every kernel is launched from Python."""
+        """Run the model, launching every kernel from Python."""
         attend = self.attention(inputs)
         keys, values = [], []
 
@@ -145,8 +166,8 @@ class Dense:
     def attention(self, inputs: DecodeInputs) -> Attend:
         """Return masked attention over past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors.
 
-        Torch's fused attention is not used, since it may choose a backend that plans again for every new
-        length; here the length changes at every step.
+        Torch's fused attention is not used, since it may choose a backend that builds a new plan for every
+        new length; here the length changes at every step.
         """
         blocks, scale = self.blocks, self.model.config.scale
         used = blocks_for(inputs.max_context, blocks.block_size)
@@ -172,7 +193,10 @@ class Dense:
         return attend
 
     def append(self, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
-        """Write the new keys and values ``[B, H_kv, D]`` of each layer by two ``index_put`` calls."""
+        """Write the new keys and values ``[B, H_kv, D]`` of each layer by two ``index_put`` calls.
+
+        slots: the reserved slots of each pool.
+        """
         self.append_indexed(kv_append_ref, torch.int64, keys, values, slots)
 
     def append_indexed(
@@ -183,7 +207,13 @@ class Dense:
         values: list[Tensor],
         slots: list[Slots],
     ) -> None:
-        """Make each pool's index tensors of rows, blocks and positions; call ``kernel`` once per layer."""
+        """Write each layer's new keys and values by one call of ``kernel``.
+
+        kernel: called like ``kv_append_ref``.
+        dtype: that of the tensors of row, block and position indices, which are made once per pool.
+        keys, values: the new keys and values of each layer.
+        slots: the reserved slots of each pool.
+        """
         batch_idx = list(range(len(slots[0].pos)))
         rows = chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots)
         tensors = self.index_tensors(rows, dtype)
@@ -197,7 +227,10 @@ class Dense:
         return [torch.tensor(row, dtype=dtype).to(self.model.device) for row in rows]
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """Return B token ids for logits ``[B, V]``: the argmax, or a seeded draw by temperature."""
+        """Return B token ids for logits ``[B, V]``: the argmax, or a seeded draw by temperature.
+
+        A row without probabilities (with NaN, with +inf, or all -inf) gives ``NOT_FINITE``.
+        """
         self._logits = logits
         tokens = finite_only(*logits.max(dim=-1))
         drawn = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
@@ -219,7 +252,10 @@ class Dense:
 
     @torch.inference_mode()
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of sequence i; fully cached sequences get their next token."""
+        """Cache ``counts[i]`` more tokens of sequence i.
+
+        A sequence that this completes also receives its next token.
+        """
         start, others = perf_counter(), range(1, len(self.blocks.pools))
         for s in sequences:
             self.tables_of.setdefault(s.request_id, [s.block_ids, *([] for _ in others)])
@@ -243,7 +279,10 @@ class Dense:
         return len(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Yield every step that was not yet yielded; ``leave`` has no effect, since all have ended."""
+        """Yield every step that has not been yielded yet.
+
+        ``leave`` has no effect, since all steps have ended.
+        """
         while self._ended:
             yield self._ended.popleft()
 
@@ -254,7 +293,7 @@ class Dense:
             pool.release(table)
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return an empty list, since nothing is captured."""
+        """Return an empty list, since this rung captures no graphs."""
         return []
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
@@ -262,11 +301,11 @@ class Dense:
         return []
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Return a list of the first of :meth:`captures`, which takes the most memory, if there is one."""
+        """Return a list of the first of :meth:`captures`, which takes the most memory, or an empty list."""
         return self.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return an empty list, since a prefill has no inert inputs to run on."""
+        """Return an empty list, since there is no way to run this prefill before there are prompts."""
         return []
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
@@ -274,7 +313,7 @@ class Dense:
         warm_up(self, rows, n_tokens, self.model.device)
 
     def last_logits(self) -> Tensor:
-        """Return logits ``[B, V]`` of the latest step; raise ``RoseError`` if there was none."""
+        """Return the logits ``[B, V]`` of the latest step; raise ``RoseError`` if there was none."""
         if self._logits is None:
             raise RoseError("no step has been begun; there are no logits yet")
         return self._logits
@@ -284,6 +323,10 @@ def dense_mask(
     context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
     """Return the mask ``[B, max_context + 1]``: 0 for tokens to attend to, else the dtype's lowest number.
+
+    context_lens: ``[B]``, the number of cached tokens; the last column is the new token.
+    max_context: the largest of them.
+    window: number of tokens that each query attends to, including the new one; None for all.
 
     This takes five operators: ``arange``, a comparison with the lengths, a column of ones for the new token,
     a cast, and the conversion into numbers that are added to scores.

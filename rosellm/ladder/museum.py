@@ -77,7 +77,10 @@ STEPS: dict[str, type[Dense]] = {
 
 @dataclass(frozen=True)
 class MuseumRung(Rung):
-    """An earlier rung of the ladder; ``axes`` describe it in tables and records, but have no effect."""
+    """An earlier rung of the ladder.
+
+    axes: the name of each axis and this rung's variant, for tables and records; they have no effect.
+    """
 
     name: str
     axes: tuple[tuple[str, str], ...]
@@ -102,7 +105,10 @@ class MuseumRung(Rung):
             )
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise ``SamplingError`` if a rung driven by the host gets more parameters than a temperature."""
+        """Raise ``SamplingError`` if this rung is host-driven and a parameter besides temperature is set.
+
+        Only parameters that affect the output count.
+        """
         if self.name in STEPS and (asked := beyond_temperature(params)):
             raise SamplingError(
                 f"rung {self.name!r} generates greedily or by temperature, without {asked}; "
@@ -116,7 +122,10 @@ class MuseumRung(Rung):
     def build_cache(
         self, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype
     ) -> PooledBlocks | None:
-        """Return a cache of ``sizes`` (L, N_BLOCKS, H_kv, BLOCK_SIZE, D), or None for that of later rungs."""
+        """Return the cache of a host-driven rung, or None to use the cache of later rungs.
+
+        sizes: (L, N_BLOCKS, H_kv, BLOCK_SIZE, D).
+        """
         if self.name not in STEPS:
             return None
         step = STEPS[self.name]
@@ -131,14 +140,19 @@ class MuseumRung(Rung):
         max_model_len: int,
         parts: Callable[[], dict[str, Any]],
     ) -> Step:
-        """Build the rung's step; parts: returns a worker's arguments, called only for resident steps."""
+        """Build the rung's step.
+
+        n_rows: maximum number of sequences in a step.
+        max_model_len: maximum number of tokens of a sequence.
+        parts: returns the arguments of a ``Worker``; called only for GPU-resident steps.
+        """
         if self.name in STEPS:
             return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
         return getattr(resident, self.name)(model, kernels, parts())
 
 
 def beyond_temperature(params: SamplingParams) -> str:
-    """Return the name of a setting other than temperature that affects the output, or "" if there is none."""
+    """Return the name of a parameter besides temperature that affects the output, or "" if none does."""
     asked = {
         "logprobs": params.logprobs is not None,
         "penalties": params.is_penalised,

@@ -1,4 +1,4 @@
-"""Pools of KV blocks: the bookkeeping that rungs driven by the host keep in Python.
+"""Pools of KV blocks: the bookkeeping that host-driven rungs keep in Python.
 
 A pool allocates the blocks of one layer, or of all layers that share the pool. A table lists the blocks of
 one sequence in one pool; reserving slots extends it in place. Sequences share no blocks.
@@ -21,14 +21,23 @@ Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, r
 
 
 class Slots(NamedTuple):
-    """The slots of each row's new token in one pool: block indices, and positions in the blocks."""
+    """The slots of each row's new token in one pool.
+
+    block_idx: the blocks' indices. pos: the positions within the blocks.
+    """
 
     block_idx: list[int]
     pos: list[int]
 
 
 class KVBlockInfo(NamedTuple):
-    """A block in use: its pool, its index, the position of its first token, and its number of tokens."""
+    """A block in use.
+
+    pool: index of its pool.
+    block_index: its index in the pool.
+    start: the position of its first token in the sequence.
+    length: its number of tokens.
+    """
 
     pool: int
     block_index: int
@@ -47,7 +56,10 @@ class MutableKVBlockInfo:
 
 
 class TuplePool:
-    """A pool of ``n_blocks`` blocks that keeps an immutable tuple for each block in use."""
+    """A pool of ``n_blocks`` blocks that keeps an immutable tuple for each block in use.
+
+    number: the index of the pool.
+    """
 
     new_info: type[KVBlockInfo] | type[MutableKVBlockInfo] = KVBlockInfo
 
@@ -57,7 +69,10 @@ class TuplePool:
         self.free = list(range(n_blocks - 1, -1, -1))
 
     def reserve_tokens(self, tables: list[Table]) -> Slots:
-        """Reserve a slot for one token of every row, or raise ``KVCacheExhausted`` and change nothing."""
+        """Reserve a slot for one more token of every row.
+
+        Raises ``KVCacheExhausted``, and changes nothing, if there are too few free blocks.
+        """
         if len(tables) > len(self.free):
             self._check_room(sum(self.tokens_in(table) % self.block_size == 0 for table in tables))
         block_idx, pos, full = self.advance(tables)
@@ -66,7 +81,11 @@ class TuplePool:
         return Slots(block_idx, pos)
 
     def advance(self, tables: list[Table]) -> Advanced:
-        """Add a token to each row's last block; return blocks, positions, and rows that need a new block."""
+        """Add a token to the last block of each row, unless that block is full.
+
+        Returns block indices, positions in the blocks, and the rows that need a new block; for the rows that
+        need a new block, index and position are 0.
+        """
         infos, block_idx, pos, full = self.infos, [0] * len(tables), [0] * len(tables), []
         for row, table in enumerate(tables):
             info = infos[table[-1]] if table else None
@@ -78,7 +97,10 @@ class TuplePool:
         return block_idx, pos, full
 
     def reserve_prompt(self, table: Table, n_tokens: int) -> None:
-        """Reserve slots for ``n_tokens`` more tokens of one sequence, or raise ``KVCacheExhausted``."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence.
+
+        Raises ``KVCacheExhausted``, and changes nothing, if there are too few free blocks.
+        """
         room = -self.tokens_in(table) % self.block_size
         self._check_room(blocks_for(max(n_tokens - room, 0), self.block_size))
         if room and n_tokens:
@@ -114,12 +136,12 @@ class TuplePool:
 
 
 class SlotPool(TuplePool):
-    """A pool that increments the entry of a block in place."""
+    """A pool that keeps a mutable entry for each block in use, and increments its length in place."""
 
     new_info = MutableKVBlockInfo
 
     def advance(self, tables: list[Table]) -> Advanced:
-        """Do the same as :meth:`TuplePool.advance`, but increment lengths in place, after reading them."""
+        """Do the same as :meth:`TuplePool.advance`, but increment lengths in place."""
         infos, block_idx, pos, full = self.infos, [0] * len(tables), [0] * len(tables), []
         for row, table in enumerate(tables):
             info = infos[table[-1]] if table else None
@@ -132,10 +154,14 @@ class SlotPool(TuplePool):
 
 
 class PooledBlocks:
-    """The caches of all layers, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with pools that are all used alike.
+    """The paged caches of all layers, and the pools that allocate their blocks.
 
-    The engine counts the blocks of the first pool only; the ``block_ids`` of a sequence are its table there.
-    sizes: the shape of each cache. kind: the class of the pools. pool_of: the pool of each layer.
+    Every pool holds the same tokens, so the engine counts only the blocks of the first pool; the
+    ``block_ids`` of a sequence are its table in that pool.
+
+    sizes: the shape of each cache, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``.
+    kind: the class of the pools.
+    pool_of: the index of each layer's pool.
     """
 
     def __init__(
@@ -155,17 +181,20 @@ class PooledBlocks:
         return int(self.pools[0].infos[block] is not None)
 
     def tokens_reserved(self, table: Table) -> int:
-        """Return the number of tokens of a sequence that have slots."""
+        """Return the number of tokens that have slots in the blocks of a table of the first pool."""
         return self.pools[0].tokens_in(table)
 
     def free_blocks(self, table: Table) -> None:
-        """Free the blocks of a sequence in the first pool, and clear the list; the step frees the others."""
+        """Free the blocks of a table of the first pool, and clear the table.
+
+        The step frees the sequence's blocks in the other pools.
+        """
         self.pools[0].release(table)
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Assert that every block is either free or held once, and that all pools agree.
+        """Assert that every block is either free or held once, and that all pools have as many free blocks.
 
-        held: the number of holders of each block of the first pool that is in use.
+        held: maps each block of the first pool that is in use to its number of holders.
         """
         for pool in self.pools:
             unused = {block for block, info in enumerate(pool.infos) if info is None}
@@ -177,6 +206,6 @@ class PooledBlocks:
         assert counts == dict(held), f"blocks in use: {sorted(counts)}; held: {dict(held)}"
 
     def operands(self, layer: int, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Return the first arguments of every append kernel: a layer's caches, new keys and new values."""
+        """Return the arguments that every append kernel takes: a layer's caches, new keys and new values."""
         caches = {"k_cache_layer": self.k_cache[layer], "v_cache_layer": self.v_cache[layer]}
         return {**caches, "key_new": key, "value_new": value}

@@ -1,4 +1,4 @@
-"""Prefill by the operators of the plain model: packed prompt tokens of several sequences in one run."""
+"""Prefill with the plain model's operators; the prompt tokens of several sequences are packed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Prefill:
-    """A prefill that runs the model on chunks of prompts, and fills slots that the caller has reserved."""
+    """A prefill that runs the model on chunks of prompts, and fills slots that the caller has reserved.
+
+    pool_of: the index of each layer's pool.
+    """
 
     def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlocks, pool_of: list[int]) -> None:
         self.model, self.blocks, self.pool_of = model, blocks, pool_of
@@ -31,8 +34,8 @@ class Prefill:
     def run(self, sequences: list[Sequence], counts: list[int], tables: list[list[Table]]) -> Tensor:
         """Cache ``counts[i]`` more tokens of sequence i, without updating its ``num_cached_tokens``.
 
-        Returns the final hidden states ``[n, C]`` of the sequences that are now fully cached, at their last
-        token. tables: the blocks as ``[pool][row]``.
+        tables: the sequences' blocks, as ``[pool][row]``. Returns the final hidden states ``[n, C]`` at the
+        last token of each sequence whose prefill this completes.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             return self._run(sequences, [s.num_cached_tokens for s in sequences], counts, padded(tables))
@@ -72,7 +75,13 @@ class Prefill:
 
 
 class PrefixAttention:
-    """An ``Attend`` from new tokens to the cached prefix of their sequence, and causally to each other."""
+    """An ``Attend`` from new tokens to the cached prefix of their sequence, and causally to each other.
+
+    blocks: the cache, which must already hold the new keys and values.
+    tables: the block table ``[B, W]`` for each layer.
+    starts, counts: cached and new tokens per sequence.
+    config: the model's architecture.
+    """
 
     def __init__(
         self,
@@ -112,5 +121,5 @@ class PrefixAttention:
 
 
 def padded(tables: list[list[Table]]) -> np.ndarray:
-    """Return block indices ``[POOLS, B, W]`` int64, padded with block 0."""
+    """Return the block indices of ``tables[pool][row]`` as ``[POOLS, B, W]`` int64, padded with block 0."""
     return np.stack([np.array(list(zip_longest(*rows, fillvalue=0)), np.int64).T for rows in tables])

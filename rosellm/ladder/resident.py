@@ -1,4 +1,4 @@
-"""The first two resident rungs, which differ from later ones in their prefill and their append."""
+"""The first two GPU-resident rungs: their append, and the first one's prefill, differ from later rungs."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ class AppendThenAttend(Binder):
 
 
 class PaddedPrompts:
-    """A prefill launched from Python: it runs prompts, copies rows to the device, and chooses tokens."""
+    """A prefill that launches every kernel from Python, and adds completed sequences to the device state."""
 
     def __init__(self, prefill: Prefill, planner: Planner, worker: Worker) -> None:
         self.prefill, self.planner, self.worker = prefill, planner, worker
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """Cache ``counts[i]`` more tokens of sequence i; return the rows of fully cached sequences."""
+        """Cache ``counts[i]`` more tokens of sequence i, and choose the completed sequences' next tokens.
+
+        Returns the state rows of the completed sequences.
+        """
         for sequence, count in zip(sequences, counts, strict=True):
             self.planner.blocks.reserve_prompt(sequence.block_ids, count)
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
@@ -68,7 +71,7 @@ class PaddedPrompts:
 
 
 class NothingCaptured:
-    """A replacement for the packed prefill of a worker that has none; nothing is captured or warmed up."""
+    """A replacement for a worker's packed prefill in a rung without one; it captures and compiles nothing."""
 
     def captures(self) -> list[Callable[[], object]]:
         return []
@@ -81,13 +84,19 @@ class NothingCaptured:
 
 
 def packed_prefill(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """Build the step of later rungs, with a separate kernel for the append."""
+    """Build a step like that of later rungs, but with a separate kernel for the append.
+
+    parts: the arguments of a ``Worker``.
+    """
     bind = AppendThenAttend(kernels, parts["blocks"], model)
     return ResidentStep.on(Worker(**parts | {"bind": bind}), model)
 
 
 def resident_step(model: Transformer, kernels: Kernels, parts: dict[str, Any]) -> ResidentStep:
-    """Build the step of :func:`packed_prefill`, but run prompts through the plain model."""
+    """Build the step of :func:`packed_prefill`, but run prompts through the plain model.
+
+    parts: the arguments of a ``Worker``.
+    """
     blocks = parts["blocks"]
     replaced = {"bind": AppendThenAttend(kernels, blocks, model), "prompts": NothingCaptured()}
     worker = Worker(**parts | replaced)

@@ -59,7 +59,7 @@ class NoMask(Paged):
 
 
 class PinnedH2D(NoMask):
-    """A step that writes all tables into a reused pinned buffer, and sends them in one async copy."""
+    """A step that writes all tables into a reused pinned buffer, and sends them in one asynchronous copy."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -74,14 +74,14 @@ class PinnedH2D(NoMask):
 
 
 class Autotune(PinnedH2D):
-    """The step of :class:`PinnedH2D`, with an autotuned attention kernel, which the engine chooses."""
+    """The step of :class:`PinnedH2D`, for which the engine chooses an autotuned attention kernel."""
 
 
 class CudaGraph(PinnedH2D):
     """A step that replays one CUDA graph per batch bucket, from static input buffers.
 
-    On a CPU it runs eagerly. Padding rows have context length 0 and write nothing to the cache. Outputs are
-    views that the next run overwrites.
+    A batch bucket is the batch size, rounded up; padding rows have context length 0 and write nothing to the
+    cache. On a CPU, the step runs eagerly. Outputs are views that the next replay overwrites.
     """
 
     def prepare(self) -> None:
@@ -113,7 +113,10 @@ class CudaGraph(PinnedH2D):
         self.captured[bucket] = static, replay
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return a call for each graph that is not captured yet, the largest bucket first."""
+        """Return a call for each graph that is not captured yet, the largest bucket first.
+
+        rows: only the bucket of this number of sequences; None for all buckets.
+        """
         if self.graphs is None:
             return []
         buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
@@ -127,7 +130,10 @@ class CudaGraph(PinnedH2D):
 
 
 class TritonAppend(CudaGraph):
-    """A step that stores new tokens by one kernel per layer, for at least ``append_from`` rows."""
+    """A step that stores new keys and values by one kernel per layer, if there are enough rows.
+
+    append_from: minimum number of rows for the kernel; None for never.
+    """
 
     def prepare(self) -> None:
         super().prepare()
@@ -155,7 +161,7 @@ class FullBatch(TritonAppend):
 
 
 class IdentityPos(FullBatch):
-    """A step whose append kernel handles row b, at its own position, in program b: no row tensors."""
+    """A step whose append kernel needs no row tensor: program b stores row b, at that row's own position."""
 
     def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         if have_one_position(slots):
@@ -203,7 +209,10 @@ class ResidentTables(ReusedIndexBuffers):
         self.sent: list[list[Table]] = [[] for _ in range(pools)]  # copies of what the device's rows hold
 
     def stage_tables(self, tables: list[list[Table]]) -> Tensor:
-        """Return ``tables[pool][row]`` as ``[POOLS, B, MAX_BLOCKS]``, which the next call overwrites."""
+        """Return ``tables[pool][row]`` on the device, as ``[POOLS, B, MAX_BLOCKS]``.
+
+        The result is a view that the next call overwrites.
+        """
         batch = len(tables[0])
         with profile_range(BUILD_RANGE):
             if batch > self.resident.shape[1]:
@@ -232,7 +241,10 @@ class ResidentTables(ReusedIndexBuffers):
         self.sent = [[[]] * capacity for _ in range(pools)]
 
     def build_rows(self, changed: list[int], tables: list[list[Table]]) -> None:
-        """Write the indices of changed rows, then those rows of all pools, into one buffer."""
+        """Write the indices of changed rows, then these rows of all tables, into one pinned buffer.
+
+        tables: the changed rows only, as ``[pool][changed row]``.
+        """
         pools, n = len(tables), len(changed)
         host = self.staging.host(n * (INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
         numbers, rows = np.split(host, [n * INT32S_PER_ROW_NUMBER])
@@ -245,7 +257,7 @@ class ResidentTables(ReusedIndexBuffers):
 
 
 class OneTable(ResidentTables):
-    """A step with one pool for all layers: block i is block i of every layer, and is allocated once."""
+    """A step with one pool for all layers: allocating block i allocates block i of every layer."""
 
     @staticmethod
     def pool_of(n_layers: int) -> list[int]:
@@ -267,14 +279,15 @@ def have_one_position(slots: list[Slots]) -> bool:
 
 
 def stacked(inputs: DecodeInputs) -> Tensor:
-    """Return the tables as one tensor ``[POOLS, B, MAX_BLOCKS]``, the form they have in rungs with graphs."""
+    """Return the tables as one tensor ``[POOLS, B, MAX_BLOCKS]``, which they are in rungs with graphs."""
     return cast(Tensor, inputs.tables)
 
 
 def append_from_environment() -> int | None:
-    """Return the smallest batch size that appends by kernel: 128 by default, None for never.
+    """Return the minimum batch size for the append kernel: 128 by default; None for never.
 
-    ROSELLM_TRITON_KV_APPEND (0 or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH set it. Raises ``RecipeError``.
+    ROSELLM_TRITON_KV_APPEND (0 for never, or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH set it. Raises
+    ``RecipeError`` if either has an invalid value.
     """
     switch = os.environ.get(SWITCH_VARIABLE, "1")
     if switch not in ("0", "1"):

@@ -1,10 +1,12 @@
 """Write one new token per sequence into a layer's paged KV cache: a torch reference and three kernels.
 
-Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are
-``[B, H_kv, D]`` (rows with equal strides, as in slices of a fused projection; ``[H_kv, D]`` contiguous).
-Token i of the append goes from row ``batch_idx[i]`` to slot ``pos[i]`` of block ``block_idx[i]``; index
-tensors are int32 ``[n]``. The kernels copy bits, so they match the reference exactly. No two tokens of one
-append may share a slot.
+k_cache_layer, v_cache_layer: the layer's caches, ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``, contiguous.
+key_new, value_new: ``[B, H_kv, D]``; rows with equal strides, as in slices of a fused projection, and
+    contiguous ``[H_kv, D]``.
+batch_idx, block_idx, pos: ``[n]`` int32. Token i is copied from row ``batch_idx[i]`` to slot ``pos[i]`` of
+    block ``block_idx[i]``.
+
+No two tokens of one append may share a slot. The kernels copy bits, so they match the reference exactly.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ def kv_append_ref(
     block_idx: Tensor,
     pos: Tensor,
 ) -> None:
-    """Copy token i from row ``batch_idx[i]`` to its slot (torch reference); indices may be int32 or int64."""
+    """Copy token i from row ``batch_idx[i]`` to its slot (torch reference).
+
+    The index tensors may also be int64.
+    """
     k_cache_layer[block_idx, :, pos] = key_new.index_select(0, batch_idx)
     v_cache_layer[block_idx, :, pos] = value_new.index_select(0, batch_idx)
 
 
 def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """Copy rows 0..B-1 in order to their slots (torch reference); ``pos`` is a tensor, or an int for all."""
+    """Copy rows 0..B-1 in order to their slots (torch reference).
+
+    pos: a tensor, or an int that all rows share.
+    """
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 

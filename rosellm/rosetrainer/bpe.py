@@ -16,7 +16,7 @@ CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens.
 
-    ``<|endoftext|>`` is id 0; the 256 bytes are always tokens, so every text can be encoded.
+    ``<|endoftext|>`` has id 0. The 256 bytes are always tokens, so every text can be encoded.
     """
     raw = tokenizers.Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(CODE_PIECES), behavior="isolated")

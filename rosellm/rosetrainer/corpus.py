@@ -21,7 +21,10 @@ LEFT_OUT_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path below the corpus folder, with forward slashes, and its text."""
+    """One file of the corpus.
+
+    path: relative to the corpus folder, with forward slashes. text: its content.
+    """
 
     path: str
     text: str
@@ -33,7 +36,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation files, ordered by path; no file, and no copy of one, is in both."""
+    """Training and validation files, ordered by path; no file is in both, nor are copies of one file."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
@@ -46,16 +49,19 @@ class Corpus:
         return whole.hexdigest()
 
     def subset(self, n_bytes: int) -> Corpus:
-        """Return the first files of each split: about ``n_bytes`` for training, a tenth for validation."""
+        """Return a corpus of the first files of each split.
+
+        It has about ``n_bytes`` bytes for training, and a tenth of that for validation.
+        """
         return Corpus(_first(self.train, n_bytes), _first(self.validation, n_bytes // 10))
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
     """Read every Python source below ``folder`` (default: the running standard library), split by file.
 
-    Tests are included if installed. LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8,
-    and all but the first of equal files are excluded. Raises ``RoseError`` if ``folder`` is not a folder or a
-    split is left empty.
+    Tests are included if they are installed. LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are
+    not UTF-8, and all but the first of identical files are excluded. Raises ``RoseError`` if ``folder`` is
+    not a folder or if either split is empty.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
@@ -72,7 +78,10 @@ def read_corpus(folder: Path | None = None) -> Corpus:
 
 
 def is_validation(path: str) -> bool:
-    """Return whether ``path`` (relative, forward slashes) is in the validation split, by its SHA-256."""
+    """Return whether the file at ``path`` is in the validation split, which depends on the path's SHA-256.
+
+    path: relative to the corpus folder, with forward slashes.
+    """
     draw = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
     return draw < VALIDATION_SHARE * 2**32
 

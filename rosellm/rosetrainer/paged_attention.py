@@ -1,9 +1,9 @@
 """Decode attention over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
 
 Shapes: B sequences with one new token each, H query heads, H_kv key/value heads (H a multiple of H_kv), D
-head size. A layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``; row b of ``block_table`` lists the blocks
-of sequence b in order, and ``context_lens[b]`` of its tokens are cached. The new token's own key and value
-are not cached yet: they are passed as ``k_new`` and ``v_new``, and the query attends to them too.
+head size. A layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``. Row b of ``block_table`` lists the blocks
+of sequence b in order; ``context_lens[b]`` is its number of cached tokens. The new token's own key and value
+are not cached yet: they are passed as ``k_new`` and ``v_new``, and the query attends to them, too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ def paged_attention_decode_ref(
 ) -> Tensor:
     """Attend with each sequence's new token to its cache and itself (torch reference, in fp32 arithmetic).
 
-    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens
-    ``[B]`` int32 (0 allowed) → ``[B, H, D]`` in q's dtype. Table entries past a sequence's context may hold
-    anything. scale: factor on the scores. window: tokens that each query attends to, including the new one;
-    None: all.
+    q: ``[B, H, D]``.
+    k_new, v_new: ``[B, H_kv, D]``.
+    k_cache_layer, v_cache_layer: the layer's caches.
+    block_table: ``[B, MAX_BLOCKS]`` int32; entries past a sequence's context may hold anything.
+    context_lens: ``[B]`` int32, which may be 0.
+    scale: factor on the scores.
+    window: number of tokens that each query attends to, including the new one; None for all.
+
+    Returns ``[B, H, D]`` in q's dtype.
     """
     held = held_slots(block_table, context_lens, k_cache_layer, None if window is None else window - 1)
     k = torch.cat((held.gather(k_cache_layer), k_new[:, :, None].float()), dim=2)  # [B, H_kv, S + 1, D]
@@ -50,10 +55,11 @@ def paged_attention_decode_ref(
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """The locations of each row's cached tokens in any layer: the first ``width`` slots of N blocks.
+    """The locations of each sequence's cached tokens, in N blocks of any layer.
 
-    index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``: which of the S = N *
-    width slots hold a token that the row attends to.
+    index: ``[B, H_kv, N]`` int64, block times ``H_kv`` plus head.
+    seen: ``[B, 1, 1, S]`` bool, which of the S = N * width slots hold a token that is attended to.
+    width: number of slots read from each block: the block size, or less if all contexts are shorter.
     """
 
     index: Tensor
@@ -61,7 +67,7 @@ class HeldSlots:
     width: int
 
     def gather(self, cache_layer: Tensor) -> Tensor:
-        """Return a layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, where not seen."""
+        """Return a layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, in slots not seen."""
         slots = cache_layer.flatten(0, 1)[:, : self.width][self.index]  # [B, H_kv, N, width, D]
         return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
 
@@ -69,9 +75,12 @@ class HeldSlots:
 def held_slots(
     block_table: Tensor, context_lens: Tensor, cache_layer: Tensor, last: int | None = None
 ) -> HeldSlots:
-    """Return where each row's tokens are in any layer; arguments as in :func:`paged_attention_decode_ref`.
+    """Return where each sequence's tokens are in any layer.
 
-    last: how many of a row's last tokens are seen; None: all. Entries of unseen blocks may hold anything.
+    block_table, context_lens: as in :func:`paged_attention_decode_ref`. Entries of blocks without a token
+        that is attended to may hold anything.
+    cache_layer: any layer's keys or values, of which only the shape is read.
+    last: how many of each sequence's last tokens are attended to; None for all.
     """
     _, n_kv_heads, block_size, _ = cache_layer.shape
     longest, device = max(int(context_lens.max()), 0), context_lens.device
@@ -89,9 +98,11 @@ def held_slots(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return the attention of q ``[B, H, D]`` to k and v ``[B, H_kv, S, D]`` fp32, in q's shape and dtype.
+    """Return the attention of q ``[B, H, D]`` to cached keys and values, in q's shape and dtype.
 
-    seen ``[B, 1, 1, S]`` bool: which keys are attended to. scale: factor on the scores.
+    k, v: ``[B, H_kv, S, D]`` fp32.
+    seen: ``[B, 1, 1, S]`` bool, which keys are attended to.
+    scale: factor on the scores.
     """
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
     return F.scaled_dot_product_attention(grouped, k, v, seen, scale=scale).reshape(q.shape).to(q.dtype)
@@ -104,7 +115,10 @@ def _paged_attention_decode_kernel(
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a query head per program, by an online softmax (Milakov & Gimelshein 2018) over blocks."""
+    """Attend with one query head of one sequence per program, to one block of tokens after the other.
+
+    The softmax is computed online (Milakov & Gimelshein 2018).
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
@@ -146,8 +160,9 @@ def make_fixed_paged_attention_decode(
 ) -> Callable[..., Tensor]:
     """Return the Triton version of :func:`paged_attention_decode_ref`, at one launch configuration.
 
-    Caches and block_table rows are contiguous. q, k_new and v_new may be slices of a fused projection (rows
-    strided, ``[H, D]`` contiguous, k_new and v_new alike). block_size is a power of two.
+    Caches and rows of block_table must be contiguous. q, k_new and v_new may be slices of a fused projection
+    (strided rows, contiguous ``[H, D]``; k_new and v_new with one stride). The block size must be a power of
+    two.
     """
 
     def paged_attention_decode(
@@ -168,7 +183,10 @@ paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 class AutotunedPagedAttention:
-    """Autotuned :func:`paged_attention_decode_ref`; ``tuner``: Triton's autotuner, which caches choices."""
+    """An autotuned version of :func:`paged_attention_decode_ref`.
+
+    tuner: the kernel, wrapped by Triton's autotuner, which caches its choices.
+    """
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
@@ -187,11 +205,11 @@ class AutotunedPagedAttention:
 def make_autotuned_paged_attention_decode(
     do_bench: Callable[..., list[float]] | None = None,
 ) -> AutotunedPagedAttention:
-    """Return paged attention that is autotuned by ``triton.autotune``.
+    """Return paged attention that ``triton.autotune`` tunes: num_warps and num_stages.
 
-    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call creates its own tuner,
-    so engines share no tuning state. The kernel only writes its output, so repeated tuning runs are harmless.
-    do_bench: replaces Triton's timer; required without a GPU.
+    There is one choice for each H, D, BLOCK_SIZE and MAX_BLOCKS. Each call of this function creates its own
+    tuner, so engines share no tuning state. The kernel only writes its output, so repeated launches while
+    tuning are harmless. do_bench: replaces Triton's timer; required without a GPU.
     """
     tune = triton.autotune(
         configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],

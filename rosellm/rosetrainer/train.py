@@ -4,9 +4,9 @@ A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that s
 of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The model
 sees the tokens of the training files ``--epochs`` times. With its tests, Python 3.11 has 29 MB of such files,
 8.3 M tokens, so that the default 40 epochs see 334 M tokens; without tests, it has about 11 MB, 3 M tokens,
-and they see 120 M. The record holds the exact count and a digest of the corpus. Batches are windows at random
-offsets of the token stream, which stays on the device; the weights with the best validation loss are kept,
-stored in 16 bits, loaded back, and scored as stored.
+and 40 epochs see 120 M. The record holds the exact count and a digest of the corpus. Batches are windows at
+random offsets of the token stream, which stays on the device. The weights with the best validation loss are
+kept, stored in 16 bits, loaded back, and scored as stored.
 
 ``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
 identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.
@@ -80,7 +80,7 @@ OUTPUT_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer
 
 @dataclass(frozen=True)
 class Made:
-    """The result of a run: all that the summary and the record contain."""
+    """The result of training: everything that the summary and the record contain."""
 
     config: Arch
     hyper: Hyperparameters
@@ -94,7 +94,10 @@ class Made:
 def make_model(
     config: Arch, hyper: Hyperparameters, corpus: Corpus, device: torch.device, folder: Path
 ) -> Made:
-    """Train tokenizer and model on ``corpus``, write both into ``folder``, and score what was written."""
+    """Train a tokenizer and a model on ``corpus``, write both into ``folder``, and score the written model.
+
+    Raises ``RoseError`` if the corpus yields fewer tokens than the model's vocabulary has.
+    """
     began = time.perf_counter()
     tokenizer = train_tokenizer((source.text for source in corpus.train), config.vocab_size)
     if tokenizer.vocab_size != config.vocab_size:
@@ -135,7 +138,7 @@ def _statistics(corpus: Corpus, stream: Tensor, validation: Tensor) -> dict[str,
 
 
 def record(made: Made, device: torch.device) -> dict[str, object]:
-    """Return the training record as a JSON object: the run's figures and the environment."""
+    """Return the training record as a JSON object: the figures of the training, and the environment."""
     where = environment(device)
     return {
         "kind": "training",
@@ -174,7 +177,8 @@ def summary(made: Made) -> str:
 def replacing_folder(output: Path) -> Iterator[Path]:
     """Yield a new folder next to ``output`` that replaces it on success and is removed on failure.
 
-    Raises ``RoseError`` unless ``output`` is a checkpoint of this command, empty or absent.
+    Raises ``RoseError`` if ``output`` exists and is neither an empty folder nor a checkpoint of this command,
+    or if it cannot be written.
     """
     target = output.resolve()
     if target.exists() and not target.is_dir():
@@ -238,7 +242,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Train the checkpoint that ``arguments`` describe, and return the summary."""
+    """Train the checkpoint that ``arguments`` describe, write it, and return the summary."""
     device = resolve_device(arguments.device)
     if arguments.json and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
         raise RoseError(f"record {str(arguments.json)!r} is not a file name in an existing folder")

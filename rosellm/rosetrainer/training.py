@@ -23,11 +23,19 @@ MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weig
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The settings of a training run by AdamW (Loshchilov & Hutter 2019).
+    """The settings of training with AdamW (Loshchilov & Hutter 2019).
 
-    The learning rate warms up linearly, then decays by a cosine to a tenth of ``learning_rate``. A step uses
-    ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the embeddings and to
-    the two residual branches of every layer.
+    epochs: how often the tokens of the training files are seen.
+    batch_size: windows per step, of the model's ``n_positions`` tokens each.
+    learning_rate: the highest rate, reached after ``warmup_steps`` steps of linear growth; from there, the
+        rate decays by a cosine to a tenth.
+    weight_decay: for matrices and embeddings only.
+    dropout: probability, for the embeddings and the two residual branches of every layer.
+    clip_norm: maximum norm of a step's gradient.
+    validate_every: steps between two validations.
+    seed: fixes weights, windows and dropout.
+
+    Raises ``RoseError`` for a value out of range.
     """
 
     epochs: float = 40.0
@@ -54,7 +62,7 @@ class Hyperparameters:
             raise RoseError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
     def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of ``step``, counted from 0, out of ``steps``."""
+        """Return the learning rate of step ``step``, counted from 0, out of ``steps`` steps."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
@@ -63,7 +71,12 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Score:
-    """The loss over a whole text; each token is predicted once."""
+    """The loss over a whole text, in which each token but the first is predicted once.
+
+    nats_per_token: the mean loss.
+    n_tokens: number of predicted tokens.
+    n_bytes: size of the text.
+    """
 
     nats_per_token: float
     n_tokens: int
@@ -83,7 +96,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """The result of :func:`train`: points of the loss curve, the best step, and the number of tokens seen."""
+    """The result of :func:`train`.
+
+    curve: the points of the loss curve.
+    best_step: the step with the lowest validation loss, counted from 1.
+    steps: number of steps.
+    tokens_seen: number of training tokens, counted each time that they are seen.
+    """
 
     curve: list[dict[str, float]]
     best_step: int
@@ -101,7 +120,7 @@ def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torc
 
 
 def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy of windows ``[B, T + 1]``, except their first tokens, in fp32 nats."""
+    """Return the mean cross-entropy, in nats (fp32), of all but the first token of windows ``[B, T + 1]``."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     ids = windows[:, :-1].reshape(-1)  # [B T]
     targets = windows[:, 1:].reshape(-1)  # [B T]
@@ -114,7 +133,7 @@ def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
 def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
     """Return the mean loss, in nats, of all but the first token of ``stream``, in non-overlapping windows.
 
-    Leaves ``gpt`` in eval mode.
+    batch_size: windows per forward pass. Leaves ``gpt`` in eval mode.
     """
     gpt.eval()
     length = gpt.config.n_positions
@@ -132,9 +151,10 @@ def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
 
 
 def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
-    """Train ``gpt`` in place, and leave it with the weights that had the best validation loss.
+    """Train ``gpt`` in place, and leave it with the weights that had the lowest validation loss.
 
-    Streams are int64 on its device. Raises ``RoseError`` if one is too short or the loss is not finite.
+    stream, validation: tokens ``[n]`` int64, on the model's device. Raises ``RoseError`` if either is too
+    short or the loss is not finite.
     """
     length = gpt.config.n_positions
     if len(stream) <= length or len(validation) < 2:
@@ -182,7 +202,10 @@ def add_dropout(gpt: Transformer, p: float) -> None:
 
 @torch.no_grad()
 def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
-    """Return the greedy continuation of ``prompt``, recomputed from the start for each token."""
+    """Return the greedy continuation of ``prompt``: at most ``n_tokens`` tokens, and none after end-of-text.
+
+    The whole sequence is recomputed for each token.
+    """
     prompt_ids = tokenizer.encode(prompt)
     ids = list(prompt_ids)
     for _ in range(min(n_tokens, gpt.config.n_positions - len(ids))):
@@ -195,7 +218,7 @@ def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int)
 
 
 def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) -> Iterator[Tensor]:
-    """Yield windows ``[B, T + 1]`` at random offsets, drawn on the CPU to be the same for all devices."""
+    """Yield windows ``[B, T + 1]`` at random offsets, drawn on the CPU to be equal on all devices."""
     generator = torch.Generator().manual_seed(hyper.seed)
     span = torch.arange(length + 1, device=stream.device)
     for _ in range(steps):
@@ -232,5 +255,5 @@ def _optimizer(gpt: Transformer, hyper: Hyperparameters) -> torch.optim.AdamW:
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """Return an autocast to bf16 on CUDA, and none on a CPU, which computes in fp32."""
+    """Return an autocast context to bf16 on CUDA, and one without effect on a CPU, which computes in fp32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

@@ -1,4 +1,7 @@
-"""Advance each row of a GPU-resident step by its new token, or make it inert: torch reference and kernel."""
+"""Advance each row of the device state by its new token, or make the row inert: torch reference and kernel.
+
+An inert row has a negative position and receives no more tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,16 @@ ROLES = {"_advance_kernel": "sampling"}
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
     """Write each row's new token to the ring, then advance the row or make it inert (torch reference).
 
-    slots ``[n]`` int64: the rows of ``state``. indices ``[n, TILES]`` int32 and values ``[n, TILES]`` fp32:
-    each vocabulary tile's best token, and its value. The new token is the one with the highest value, the
-    lowest of a tie, or NOT_FINITE if that value is infinite; if values is None, indices ``[n, 1]`` are the
-    new tokens. A row with a stop token ends at it or at any of ``state.stop_tokens``; every row ends at its
-    length limit and at a negative token.
+    state: updated in place.
+    slots: ``[n]`` int64, the rows of ``state`` to advance.
+    values: ``[n, TILES]`` fp32, the best value of each vocabulary tile; None if ``indices`` are the new
+        tokens.
+    indices: ``[n, TILES]`` int32, the token of each value; ``[n, 1]`` if ``values`` is None.
+
+    The new token is the one with the highest value (ties go to the lowest token), or NOT_FINITE if that value
+    is infinite. A row with a stop token ends at it or at any of ``state.stop_tokens``; every row ends at its
+    length limit and at a negative token. A row that ends becomes inert; from the next step on, INERT is
+    written to the ring for it.
     """
     tokens = indices[:, 0]
     if values is not None:
@@ -46,7 +54,7 @@ def _advance_kernel(
     POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr,
     ROUNDS: tl.constexpr, NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Choose and write the token of one row per program, and advance the row."""
+    """Advance one state row per program by its new token, which is chosen from all tiles if CHOOSE."""
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
     row = rows_ptr + slot * row_stride
@@ -79,7 +87,10 @@ def _advance_kernel(
 def advance(
     *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, dependent: int = False
 ) -> None:
-    """Advance rows as :func:`advance_ref` does, in Triton; values and indices must be contiguous."""
+    """Advance rows as :func:`advance_ref` does, in Triton.
+
+    values and indices must be contiguous. dependent: the launch mode, as in ``launch_options``.
+    """
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
     tiles = indices.shape[1]
     strides = state.rows.stride(0), state.ring.stride(0)

@@ -66,12 +66,19 @@ def append_and_attend_ref(
 ) -> Tensor:
     """Rotate q and k_new, append the new tokens to the cache, and attend to the cache (torch reference).
 
-    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` in q's dtype. The layer's caches are
-    updated in place. positions ``[B]`` int32: number of cached tokens, which is the new token's position;
-    negative for an inert row. block_table ``[B, MAX_BLOCKS]`` int32 includes the new token's block; entries
-    of blocks entirely before the window may hold anything. scale: factor on the scores. rotary: None to use q
-    and k_new as they are. window: tokens that each query attends to, including the new one; None: all. plan
-    is ignored.
+    q: ``[B, H, D]``.
+    k_new, v_new: ``[B, H_kv, D]``.
+    k_cache_layer, v_cache_layer: the layer's caches, updated in place.
+    block_table: ``[B, MAX_BLOCKS]`` int32, including the new token's block. Entries of blocks entirely before
+        the window may hold anything.
+    positions: ``[B]`` int32, the number of cached tokens, which is the new token's position; negative for an
+        inert row.
+    scale: factor on the scores.
+    rotary: None to use q and k_new as they are.
+    window: number of tokens that each query attends to, including the new one; None for all.
+    plan: ignored.
+
+    Returns ``[B, H, D]`` in q's dtype, with zeros for inert rows.
     """
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
     if rotary is not None:
@@ -81,7 +88,11 @@ def append_and_attend_ref(
 
 
 class AttendedRows:
-    """Decode attention of one step in plain torch, with cache slots computed once for all layers."""
+    """Decode attention in plain torch; the cache slots of a step are computed once for all layers.
+
+    Arguments as in :func:`append_and_attend_ref`; cache_layer: any layer's keys or values, of which only the
+    shape is read. A call appends one layer's new tokens and attends; q and k_new must be rotated already.
+    """
 
     def __init__(
         self, block_table: Tensor, positions: Tensor, cache_layer: Tensor, window: int | None = None
@@ -102,14 +113,17 @@ class AttendedRows:
         return attend(q, k, v, self.held.seen, scale).masked_fill_(self.inert, 0)
 
 
-# The kernels.
-
-
 @triton.jit
 def load_ahead(
     cache, rows, rotary, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Load a row's position, its new token's block, cosine and sine, and the keys and values of one tile."""
+    """Load a row's position, its new token's block, cosine and sine, and the keys and values of one tile.
+
+    None of these depends on the preceding kernel, so they can be loaded before the wait for it.
+
+    tile: index of the tile, counted from the first that the row's window touches.
+    exists: whether there is such a row; if False, position is -1, and no keys or values are loaded.
+    """
     place = rows.positions + row * rows.position_stride
     position = tl.load(place, mask=exists, other=-1)
     first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
@@ -124,7 +138,7 @@ def load_ahead(
 
 @triton.jit
 def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
-    """Load query and key norm weights in the form of :func:`load_heads`; zeros unless ``tiling.NORMS``."""
+    """Load the weights of the query and key norms, as pairs from :func:`load_heads`; zeros unless NORMS."""
     q_norm, k_norm = (0.0, 0.0), (0.0, 0.0)
     if tiling.NORMS:
         q_norm = load_heads(rotary.q_norm, rotary, 1, 1, shape)
@@ -134,7 +148,10 @@ def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Load keys and values ``[TILE, D]`` of a fully cached tile, by TMA if ``copied`` holds descriptors."""
+    """Load keys and values ``[TILE, D]`` of a tile whose tokens are all cached.
+
+    copied: TMA descriptors of keys and values; None to load without TMA.
+    """
     if copied is None:
         k, v = load_tile(cache, blocks, start, kv_head, shape, tiling)
     else:
@@ -150,7 +167,10 @@ def attend_range(
 ):  # fmt: skip
     """Run the online softmax over the tiles from token ``begin`` to ``end``, and return its new state.
 
-    k and v hold the first tile; m_i, l_i, acc: the old state. Tokens outside ``first`` … ``stop`` are masked.
+    k, v: keys and values of the first tile, already loaded.
+    m_i, l_i, acc: the state so far, in the form of :func:`no_keys`.
+    first, stop: tokens before ``first``, and ``stop`` and later ones, are masked.
+    copied: TMA descriptors of keys and values, or None.
     """
     TILE: tl.constexpr = tiling.TILE
     limit = tl.minimum(stop, end)
@@ -181,7 +201,10 @@ def attend_range(
 def append_new(
     q, keys, v_new, ahead, norm, cache, rotary, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Store the new token's key and value; return the queries' scores with the new key, ``[HEADS]``."""
+    """Store the new token's key and value; return the queries' scores with the new key, ``[HEADS]``.
+
+    Nothing is stored for an inert row. keys and norm: pairs from :func:`load_heads`.
+    """
     position, block, cos, sin, _, _ = ahead
     D: tl.constexpr = shape.D_PADDED
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
@@ -195,10 +218,11 @@ def append_new(
 def load_and_append(
     ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Load the queries of one KV head, and append the new token to the cache if ``tile`` is the row's first.
+    """Load and rotate the queries of one KV head; if ``tile`` is 0, also append the new token to the cache.
 
-    Returns the queries ``[M, D]``, their scores with the new key ``[M]``, and the new value ``[1, D]``;
-    scores are -inf and the value is 0 for later tiles. All loads of q, k and v are issued before any is used.
+    Returns the queries ``[M, D]``, their scores with the new key ``[M]``, and the new value ``[1, D]``. If
+    ``tile`` is not 0, the scores are -inf and the value is 0. All loads of q, k and v are issued before any
+    is used.
     """
     HEADS: tl.constexpr = tiling.HEADS
     _, _, cos, sin, _, _ = ahead
@@ -224,7 +248,11 @@ def attend_part(
     ahead, norms, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Attend to ``n_tiles`` tiles of a row from ``tile`` on, and to the new token if ``tile`` is 0."""
+    """Attend to ``n_tiles`` tiles of a row, starting with ``tile``, and to the new token if ``tile`` is 0.
+
+    ahead and norms: the results of :func:`load_ahead` and :func:`load_norms`. Returns the softmax state:
+    maxima ``[M]``, sums of weights ``[M]`` and weighted sums of values ``[M, D]``.
+    """
     TILE: tl.constexpr = tiling.TILE
     position, _, _, _, k, v = ahead
     q, score, v_new = load_and_append(
@@ -232,7 +260,7 @@ def attend_part(
     )
     table_ptr = rows.table + row * rows.table_stride
     m_i, l_i, acc = no_keys(shape, tiling)
-    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # the new token first: saves registers
+    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # the new token first saves registers
     if EARLY:
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
@@ -253,7 +281,10 @@ def attend_row(
     out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one whole row per program, and store its output."""
+    """Attend with one KV head's queries to a whole row per program, and store the output.
+
+    The output of an inert row is 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
@@ -273,7 +304,11 @@ def attend_piece(
     out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece per program, row by row; rows that it covers only in part give partial results."""
+    """Attend with one KV head's queries to one piece per program, row by row.
+
+    If the piece contains a whole row, the row's output is stored; otherwise, a partial result is stored.
+    starts_ptr: ``Plan.starts``.
+    """
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(starts_ptr + 2 * piece).to(tl.int64)
@@ -312,6 +347,9 @@ def _decode_attention_kernel(
     """Attend with one KV head's queries to one piece per program.
 
     The first tile is loaded before the kernel waits for q, k and v.
+
+    k_copied, v_copied: TMA descriptors of keys and values, or None.
+    starts_ptr: ``Plan.starts``; None if each row is one piece.
     """
     copied = None if k_copied is None else (k_copied, v_copied)
     if starts_ptr is None:
@@ -328,12 +366,16 @@ def append_and_attend(
 ) -> Tensor:  # fmt: skip
     """Rotate, append and attend as :func:`append_and_attend_ref` does, in one Triton kernel or two.
 
-    plan is required and must have the same window; raises ``OptionError`` otherwise. If it splits rows, a
-    second kernel combines their partial results. Caches and each row of the block table must be contiguous;
-    rows of block table and positions may be strided. q, k_new and v_new are slices of one fused projection,
-    with a common row stride and contiguous ``[H, D]``. plan, positions and block_table must have been written
-    at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on tensor cores, those of fp32 in
-    full fp32; the softmax is always fp32. dependent: as in ``launch_options``.
+    q, k_new, v_new: slices of one fused projection, with a common row stride and contiguous ``[H, D]``.
+    k_cache_layer, v_cache_layer: contiguous.
+    block_table, positions: rows may be strided; each row of the table is contiguous.
+    plan: required; if it splits rows, a second kernel combines their partial results. Raises ``OptionError``
+        if its window is not ``window``.
+    dependent: the launch mode, as in ``launch_options``.
+
+    plan, positions and block_table must have been written at least two kernels earlier. For KV heads with
+    several query heads, GEMMs run on tensor cores in fp16 and bf16, and in full precision in fp32; the
+    softmax is always fp32.
     """
     _check(plan, window)
     variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)

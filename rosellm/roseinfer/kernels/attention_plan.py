@@ -20,17 +20,23 @@ from rosellm.triton_or_none import tl, triton
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
-UNEVEN, UNEVEN_FROM = 1.5, 4  # longest context over the mean; programs per SM
+UNEVEN, UNEVEN_FROM = 1.5, 4  # ratio of longest to mean context; programs per SM
 
 
 class Variant(NamedTuple):
-    """A launch configuration: tokens per tile, pieces (0: one per row), warps, pipeline stages.
+    """A launch configuration of decode attention.
 
-    With stages 1, the next tile is loaded into registers; with more, ``stages - 1`` tiles are in flight to
-    shared memory. lanes and dot are for KV heads with a single query head. lanes 1: each token of a tile has
-    its own softmax, combined at the end, so that threads work independently, for ``tile * D / warps / 32``
-    more registers per thread. dot 1: GEMMs run on tensor cores, as larger groups always do, with the query
-    repeated to ``SMALLEST_DOT`` rows. lead: number of tiles that starting a row counts as when rows are cut.
+    tile: tokens per tile.
+    pieces: number of pieces in a step; 0 if each row is one piece.
+    warps: warps per program.
+    stages: pipeline stages. With 1, the next tile is loaded into registers; with more, ``stages - 1`` tiles
+        are in flight to shared memory.
+    lanes: 1 keeps a separate softmax for each token of a tile, combined at the end, so that threads work
+        independently; this takes ``tile * D / warps / 32`` more registers per thread. Only for KV heads with
+        a single query head.
+    dot: 1 runs GEMMs on tensor cores, as for several query heads per KV head, with the query repeated to
+        ``SMALLEST_DOT`` rows. Only for KV heads with a single query head.
+    lead: number of tiles that starting a row counts as, when rows are cut into pieces.
     """
 
     tile: int
@@ -58,10 +64,14 @@ class Variant(NamedTuple):
 class Plan(NamedTuple):
     """The boundaries of a step's pieces, shared by all layers with the same window.
 
-    starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, then the end of the last one; a
-    row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: first and last
-    piece of each row. If there are more pieces than tiles, the last pieces are empty; so is a piece that lies
-    within a row's lead. Both tensors are None if each row is one piece.
+    variant: the launch configuration.
+    window: number of tokens that each query attends to; None for all.
+    starts: ``[PIECES + 1, 2]`` int32, the row and tile at which each piece starts, then the end of the last
+        piece. A row's tiles are counted from the first that its window touches.
+    covers: ``[B, 2]`` int32, the first and last piece of each row.
+
+    Both tensors are None if each row is one piece. If there are more pieces than tiles, the last pieces are
+    empty; a piece that lies within a row's lead is empty, too.
     """
 
     variant: Variant
@@ -79,12 +89,20 @@ def variant_for(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest variant on an H200 for ``rows`` rows of at most ``longest`` cached tokens.
+    """Return the variant of decode attention that is fastest on an H200.
 
-    num_sms: the GPU's SMs. group: query heads per KV head. mean: average cached tokens per row; None: all
-    rows are equally long. Rows that fill the GPU stay whole, unless the longest may take longer than all the
-    others together (query groups) or is more than 1.5 times the mean (single heads). Lengths between two
-    powers of two share one or two variants, because each variant is captured in its own graph.
+    rows: number of rows in the step.
+    kv_heads: number of KV heads.
+    longest: maximum number of cached tokens of a row.
+    num_sms: number of the GPU's streaming multiprocessors (SMs).
+    group: query heads per KV head.
+    head_dim: head size.
+    mean: average number of cached tokens per row; None if all rows are equally long.
+
+    Rows that fill the GPU stay whole, unless one row could outlast the rest: with several query heads per KV
+    head, if ``longest``, rounded up to a power of two, exceeds ``LONG`` times the programs per SM; with a
+    single query head, if it is more than 1.5 times the mean. Lengths between two powers of two share one or
+    two variants, because each variant is captured in its own graph.
     """
     reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
@@ -109,7 +127,8 @@ def cut_rows(
 ) -> Variant:
     """Return the fastest measured variant that splits rows into pieces; arguments as in :func:`variant_for`.
 
-    The table gives the number of pieces as a multiple of two programs per SM. mean is ignored.
+    In the table, pieces are counted in units of ``2 * num_sms / kv_heads``, which is two programs per SM.
+    mean is ignored.
     """
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
@@ -128,13 +147,19 @@ def whole_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest measured variant with one piece per row; mean is ignored."""
+    """Return the fastest measured variant with one piece per row; arguments as in :func:`variant_for`.
+
+    mean is ignored.
+    """
     share, reach = rows * kv_heads / num_sms, triton.next_power_of_2(max(longest, 1))
     return Variant(*best("whole_rows", share=share, reach=reach, group=group, head_dim=head_dim))
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
-    """Plan a step whose rows have ``positions [B]`` cached tokens, negative if inert (torch reference)."""
+    """Return the plan of a step (torch reference).
+
+    positions: ``[B]``, the number of cached tokens per row; a negative one, of an inert row, counts as 0.
+    """
     if not variant.combine:
         return Plan(variant, window)
     tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
@@ -149,14 +174,18 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
 
 
 def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
-    """Return each row's number of tiles with cached keys in the window, at least 1, for the new token."""
+    """Return how many tiles, at least 1, hold cached keys in the window of each row's new token."""
     first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp_min(0)
     return ((positions + tile - 1) // tile - first // tile).clamp_min(1)
 
 
 @triton.jit
 def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that a row attends to, that key's tile, and the number of tiles from it, >= 1."""
+    """Return the first key that a new token attends to, that key's tile, and the number of tiles to read.
+
+    The tiles to read are those from there to the last cached key's, and at least one. position: number of
+    cached tokens; a negative one, of an inert row, counts as 0.
+    """
     position = tl.maximum(position, 0)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_tile = first // TILE
@@ -169,7 +198,10 @@ def _plan_kernel(
     CHUNK: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr, WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan CHUNK pieces per program; each sums the tiles of all rows, and the first writes ``covers``."""
+    """Plan CHUNK pieces per program.
+
+    Every program sums the tiles of all rows; the first program also writes ``covers``.
+    """
     row = tl.arange(0, ROWS)
     piece = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists = row < n_rows
@@ -197,7 +229,10 @@ def _plan_kernel(
 def make_plan(
     positions: Tensor, variant: Variant, window: int | None = None, *, dependent: int = False
 ) -> Plan:
-    """Plan a step as :func:`make_plan_ref` does, in Triton; positions may be strided."""
+    """Return the plan of a step as :func:`make_plan_ref` does, in Triton.
+
+    positions may be strided. dependent: the launch mode, as in ``launch_options``.
+    """
     if not variant.combine:
         return Plan(variant, window)
     n_rows, pieces = len(positions), variant.pieces

@@ -1,15 +1,16 @@
 """Sampling for rows with top-p only: several programs share a row and reuse the tokens the head has drawn.
 
-The head has drawn one token from each vocabulary tile. The best-scored of these tokens is the draw from the
-whole row; it is accepted if the more probable tokens hold less than top-p of the mass. The programs of a row
-sum that mass over chunks of the tiles whose largest logit reaches the token's; the last one to finish adds up
-the chunks. Partial sums are per chunk, so the number of programs does not affect the result.
+The head has drawn one token from each vocabulary tile. The token with the best score (logit plus noise) is
+the draw from the whole row. It is accepted if the tokens that are more probable hold less than top-p of the
+mass. The programs of a row sum that mass over chunks of the tiles whose largest logit reaches the drawn
+token's; the last program to finish adds up the chunks. Partial sums are per chunk, so the number of programs
+does not affect the result.
 
 After a rejection, the last program alone draws again, from the tokens that are more probable than the
-rejected one. A tile whose drawn token is among them keeps it. Any other tile is drawn from again, but only if
-its best score, an upper bound for its remaining tokens, exceeds the best score of the kept tokens. Where
-rejection is rare, such tiles are few, and the next draws are likely to be kept tokens: the programs sum the
-mass before the two likeliest of them in advance.
+rejected one. A tile whose drawn token is among them keeps that token. Any other tile is drawn from again, but
+only if its best score, an upper bound for its remaining tokens, exceeds the best score of the kept tokens.
+Where rejection is rare, few tiles are drawn from again, and the next draw is likely to be a kept token: the
+programs sum the mass before the two likeliest next draws in advance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def list_tiles(listed_ptr, tile, chosen):
-    """Write the indices of the chosen tiles in order, overwriting any earlier list; return their number."""
+    """Write the indices of the chosen tiles to ``listed_ptr``, in order, and return their number.
+
+    tile and chosen: ``[WIDTH]``, all tile indices, and whether each is chosen. An earlier list is
+    overwritten.
+    """
     tl.debug_barrier()
     tl.store(listed_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, tile, mask=chosen)
     tl.debug_barrier()
@@ -30,7 +35,10 @@ def list_tiles(listed_ptr, tile, chosen):
 
 @triton.jit
 def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """Load a chunk of listed tiles ``[CHUNK // TILE, TILE]``: logits (-inf past the last tile) and tokens."""
+    """Load one chunk of the listed tiles: logits and tokens, ``[CHUNK // TILE, TILE]`` each.
+
+    Logits are -inf after the last listed tile.
+    """
     place = chunk * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
     inside = place < n_listed
     tiles = tl.load(listed_ptr + place, mask=inside, other=0)
@@ -43,11 +51,17 @@ def sum_before(
     row, sums_ptr, n_sums, best, temperature, pivots, pivot_tokens, first, step,
     sizes: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the mass before each pivot for every ``step``-th chunk from ``first`` on; return the chunk count.
+    """Sum the mass of the tokens before each pivot in every ``step``-th chunk; return the number of chunks.
 
-    row: the tuple of that name in :func:`choose_by_mass`. pivots and pivot_tokens: DRAWS logits and tokens;
-    only tiles that reach the first pivot, the lowest, are read. sums_ptr has n_sums entries per pivot. All
-    programs of a row write the same list of tiles to the same place.
+    A token's mass is ``exp((logit - best) / temperature)``; it comes before a pivot if it is more probable.
+
+    row: the tuple of that name in :func:`choose_by_mass`.
+    sums_ptr: receives the sums, ``[DRAWS, n_sums]``, one per pivot and chunk.
+    best: the row's largest logit.
+    pivots, pivot_tokens: DRAWS logits and tokens, the lowest logit first. Only tiles that reach it are read.
+    first: index of the first chunk to sum.
+
+    All programs of a row write the same list of tiles to the same memory.
     """
     logits_ptr, listed_ptr, maxima, tile, inside = row
     TILE: tl.constexpr = sizes.TILE
@@ -68,7 +82,11 @@ def sum_before(
 def is_refused(sums_ptr, n_chunks, tile, most):
     """Return whether a drawn token is rejected, because the mass before it is at least ``most``.
 
-    That mass is 0 for the most probable token, which is never rejected, and at least 1 for any other.
+    The most probable token has mass 1, with 0 before it, and is never rejected; any other token has at least
+    1 before it.
+
+    sums_ptr: the ``n_chunks`` partial sums of the mass before the drawn token.
+    tile: ``[WIDTH]``, 0, 1, 2 …, of which the first ``n_chunks`` index the sums.
     """
     mass = tl.sum(tl.load(sums_ptr + tile, mask=tile < n_chunks, other=0.0), axis=0)
     return (mass > 0) & (mass >= most)
@@ -76,7 +94,7 @@ def is_refused(sums_ptr, n_chunks, tile, most):
 
 @triton.jit
 def best_scored(scores, tokens):
-    """Return the token with the highest score (the lowest token of a tie), and that score."""
+    """Return the token with the highest score, and that score; ties go to the lowest token."""
     best = tl.max(scores, axis=0)
     return tl.min(tl.where(scores == best, tokens, 2147483647), axis=0), best
 
@@ -85,7 +103,9 @@ def best_scored(scores, tokens):
 def drawn_before_pivot(row, draws, pivot, pivot_token, amount, key, sizes: tl.constexpr):
     """Return the token with the highest score among those more probable than the pivot.
 
-    row and draws: the tuples of these names in :func:`choose_by_mass`. amount: factor on the noise.
+    row, draws: the tuples of these names in :func:`choose_by_mass`.
+    amount: factor on the noise.
+    key: the two key words of the row's noise.
     """
     logits_ptr, listed_ptr, maxima, tile, inside = row
     own, scores, tokens = draws
@@ -108,7 +128,11 @@ def drawn_before_pivot(row, draws, pivot, pivot_token, amount, key, sizes: tl.co
 
 @triton.jit
 def foreseen(logits_ptr, draws, DRAWS: tl.constexpr):
-    """Return logits and tokens of DRAWS likely draws: the tiles' best, the best before it, and so on."""
+    """Return the logits and the tokens of DRAWS likely draws, as two tuples.
+
+    The first is the best-scored of the tiles' drawn tokens; each next one is the best-scored of those that
+    are more probable than the draw before.
+    """
     own, scores, tokens = draws
     token, _ = best_scored(scores, tokens)
     pivot = tl.load(logits_ptr + token)
@@ -127,10 +151,12 @@ def choose_by_mass(
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
     sizes: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token with top-p; change values and indices only if the head's draw is rejected.
+    """Draw one row's token with top-p, starting from the token that the head drew.
 
-    All pointers are those of the row. The head's draw is also kept in a row without probabilities, where
-    nothing comes before the first infinite logit. draws: logit, score and token of each tile's draw.
+    If that token is accepted, values and indices already encode it and are left unchanged. If it is rejected,
+    every index is set to the new token, and the values to 0 for tile 0 and -inf elsewhere. All pointers are
+    to this row. A row with a NaN or infinite best logit has no token before its best, so the head's draw
+    stands.
     """
     DRAWS: tl.constexpr = sizes.DRAWS  # in a loop, Triton 3.6 rejects an attribute as a constant
     scores = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
@@ -140,6 +166,7 @@ def choose_by_mass(
     own = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
     best = tl.max(maxima, axis=0)
     most = top_p * tl.sum(masses * tl.exp((maxima - best) / temperature), axis=0)
+    # draws: the logit, score and token of each tile's draw
     row, draws = (logits_ptr, listed_ptr, maxima, tile, inside), (own, scores, tokens)
     pivots, pivot_tokens = foreseen(logits_ptr, draws, DRAWS)
     n_chunks = sum_before(

@@ -1,8 +1,15 @@
 """Device functions on the candidate tokens of a filtered row: rank, count, draw and copy them.
 
-A pool of candidates is a tuple: pointers to the candidates' logits and tokens; the number of candidates that
-were copied (0: the pool is the row itself, and tokens are not read); the number of all candidates; the row's
-largest logit and its temperature; and the lowest scaled logit that min-p keeps.
+A pool of candidates is a tuple of seven:
+
+values_ptr, tokens_ptr: pointers to the candidates' logits and tokens.
+n_copied: number of copied candidates; 0 if the pool is the row of logits itself, and tokens_ptr is not read.
+n: number of candidates.
+best: the row's largest logit.
+temperature: the row's temperature.
+floor: the lowest scaled logit, ``(logit - best) / temperature``, that min-p keeps.
+
+Searches for a logit run over ordered bits: integers that sort like the logits (:func:`ordered_bits`).
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def ordered_bits(x):
-    """Map floats to int32 that sort in the same order (-0.0 as +0.0); :func:`float_of` is the inverse."""
+    """Map fp32 numbers to int32 in the same order (-0.0 equals +0.0); :func:`float_of` is the inverse."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -36,7 +43,12 @@ def comes_before(x, token, pivot, pivot_token):
 
 @triton.jit
 def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
-    """Return a close lower bound, in ordered bits, on the k-th largest of the maxima where ``inside``."""
+    """Return a close lower bound on the k-th largest of ``maxima``, in ordered bits.
+
+    maxima: ``[WIDTH]``, the largest logit of each tile; only those where ``inside`` count.
+    best: the largest of them.
+    PIVOTS: number of values that each pass of the search compares with all maxima.
+    """
     ordered = ordered_bits(maxima)
     low = ordered_bits(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
     high = ordered_bits(best).to(tl.int64)
@@ -51,7 +63,7 @@ def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
 
 @triton.jit
 def candidates(pool, first, BLOCK: tl.constexpr):
-    """Load BLOCK candidates from index ``first`` on: logits, scaled logits, and tokens.
+    """Load BLOCK candidates, starting at index ``first``: their logits, scaled logits and tokens.
 
     Both kinds of logits are -inf past the last candidate and below min-p's floor.
     """
@@ -67,7 +79,12 @@ def candidates(pool, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def kth_largest(pool, low, k, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
-    """Return the k-th largest logit of the pool, in ordered bits; at least k logits must reach ``low``."""
+    """Return the k-th largest logit of the pool, in ordered bits.
+
+    low: a lower bound on it, also in ordered bits.
+    BLOCK: candidates loaded at once.
+    PIVOTS: number of values that each pass of the search compares with all candidates.
+    """
     n, best = pool[3], pool[4]
     low, high = low.to(tl.int64), ordered_bits(best).to(tl.int64)
     while low < high:
@@ -85,7 +102,7 @@ def kth_largest(pool, low, k, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
 
 @triton.jit
 def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
-    """Return the same as :func:`kth_largest` for at most FEW candidates, each compared with all others."""
+    """Return the k-th largest of n logits (at most FEW), in ordered bits, comparing each with all others."""
     at = tl.arange(0, FEW)
     x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
     numbers = tl.zeros((FEW,), tl.int32)
@@ -98,7 +115,10 @@ def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
 
 @triton.jit
 def before(pool, pivot, pivot_token, BLOCK: tl.constexpr):
-    """Return the number and the total mass of the candidates that are more probable than the pivot."""
+    """Return the number and the total mass of the candidates that are more probable than the pivot.
+
+    A candidate's mass is the exponential of its scaled logit.
+    """
     number, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
     for first in range(0, pool[3], BLOCK):
         x, scaled, token = candidates(pool, first, BLOCK)
@@ -110,7 +130,10 @@ def before(pool, pivot, pivot_token, BLOCK: tl.constexpr):
 
 @triton.jit
 def drawn_before(pool, pivot, pivot_token, key, BLOCK: tl.constexpr):
-    """Draw one of the candidates that are more probable than the pivot; return its logit and token."""
+    """Draw one of the candidates that are more probable than the pivot; return its logit and token.
+
+    key: the two key words of the row's noise.
+    """
     values_ptr, tokens_ptr, n_copied, n = pool[0], pool[1], pool[2], pool[3]
     top = tl.full((), float("-inf"), tl.float32)
     place = tl.zeros((), tl.int32)
@@ -130,7 +153,13 @@ def copy_candidates(
     logits_ptr, listed_ptr, n_listed, copies_ptr, tokens_ptr, bound, best, temperature, floor,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy logits and tokens of the listed tiles where they reach bound and floor; return their number."""
+    """Copy the logits and tokens of listed tiles that reach ``bound`` and ``floor``; return their number.
+
+    listed_ptr: indices of ``n_listed`` tiles.
+    copies_ptr, tokens_ptr: receive the logits and tokens.
+    bound: the lowest logit to copy, in ordered bits.
+    floor: the lowest scaled logit to copy.
+    """
     n = tl.zeros((), tl.int32)
     for first in range(0, n_listed, BLOCK // TILE):
         which = first + tl.arange(0, BLOCK) // TILE

@@ -22,11 +22,11 @@ _ONE_AT_A_TIME = Lock()
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
-    """Compile the Triton kernels that ``runs`` launch, by calling each of them with launches disabled.
+    """Compile all Triton kernels that the functions ``runs`` launch, without launching them.
 
-    Outputs stay uninitialised during these calls; launches from other threads are unaffected. A kernel that
-    does not compile raises when it is launched, not here. After one second a progress bar appears on stderr.
-    Without Triton, ``runs`` are not called.
+    Each function is called once with launches disabled, so that outputs stay uninitialised; launches from
+    other threads are unaffected. A kernel that does not compile raises when it is launched, not here. After
+    one second a progress bar appears on stderr. Without Triton, the functions are not called.
     """
     if not has_triton:
         return
@@ -69,7 +69,7 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
 def _launching_nothing() -> Iterator[None]:
     """Make this thread's launches compile their kernels without running them.
 
-    Triton can only warm up a kernel from where it is launched, so ``kernel[grid]`` itself is replaced.
+    A kernel's arguments are known only where it is launched, so ``kernel[grid]`` itself is replaced.
     """
     kernel_type = triton.runtime.KernelInterface
     with _ONE_AT_A_TIME:

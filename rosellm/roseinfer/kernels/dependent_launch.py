@@ -1,11 +1,11 @@
 """Programmatic dependent launch: a kernel starts while its predecessor runs, and waits for it explicitly.
 
 Launched with ``launch_pdl=True``, a kernel may start once every program of its predecessor has called
-:func:`launch_dependents` or exited; what it does before :func:`wait_for_predecessor` overlaps with the
-predecessor, and after that call all of the predecessor's writes are visible. Every kernel of a chain waits
-before it releases its successor. When a kernel starts, all earlier kernels but its predecessor have thus
-ended: before the wait, it may read what they wrote, but nothing of the predecessor's, and must not write.
-(CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+:func:`launch_dependents` or exited. What it does before :func:`wait_for_predecessor` overlaps with the
+predecessor; after that call, all of the predecessor's writes are visible. Every kernel of a chain waits
+before it releases its successor. When a kernel starts, all kernels before its predecessor have thus ended.
+Before the wait, a kernel may read what those kernels wrote, but it must neither read what its predecessor
+writes, nor write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations

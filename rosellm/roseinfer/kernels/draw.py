@@ -19,12 +19,16 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 def penalised_ref(
     logits: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Return logits after penalties, ``[B, V]`` → ``[B, V]`` fp32.
+    """Return the logits after penalties, ``[B, V]`` fp32.
 
-    seen ``[B, V]`` int: twice a token's count in the output, plus 1 if it is in the prompt. repetition,
-    presence, frequency ``[B]``. For seen tokens, positive logits are divided by repetition and others
-    multiplied by it (Keskar et al. 2019, "CTRL"). Then frequency times the count and, for tokens in the
-    output, presence are subtracted.
+    logits: ``[B, V]``.
+    seen: ``[B, V]`` int, twice a token's count in the output, plus 1 if it is in the prompt.
+    repetition: ``[B]``; for tokens in prompt or output, positive logits are divided by it, and others are
+        multiplied by it (Keskar et al. 2019, "CTRL").
+    presence: ``[B]``, subtracted for tokens in the output.
+    frequency: ``[B]``, subtracted once for each time that a token is in the output.
+
+    The repetition penalty is applied first.
     """
     logits, times = logits.float(), seen >> 1
     by = repetition[:, None]
@@ -36,10 +40,15 @@ def penalised_ref(
 def allowed_log_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Return log-probabilities after temperature, min-p, top-k and top-p, ``[B, V]``; −inf if excluded.
+    """Return log-probabilities ``[B, V]`` after temperature, min-p, top-k and top-p; −inf where excluded.
 
-    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p refers to the probabilities among
-    the tokens that min-p and top-k leave. The most likely token always stays, the first one of a tie.
+    logits: ``[B, V]``.
+    temperature: ``[B]``.
+    top_k: ``[B]``; 0 turns it off.
+    top_p: ``[B]``, the share of probability among the tokens that min-p and top-k leave; 1 turns it off.
+    min_p: ``[B]``, relative to the highest probability; 0 turns it off.
+
+    The filters are applied in vLLM's order. The most likely token always stays; ties go to the lowest token.
     Subtracting a row's maximum before dividing changes no probability and avoids +inf at small temperatures;
     temperatures beyond float32 are clamped to its largest number.
     """
@@ -70,13 +79,19 @@ def draw(
 ) -> Tensor:
     """Sample every row's next token without synchronising with the host: logits ``[B, V]`` → ``[B]`` int32.
 
-    temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int:
-    the new token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the
-    largest raw logit wins, the first one of a tie. Otherwise the argmax of log-probabilities plus Gumbel
-    noise is a draw (the Gumbel-max trick, Gumbel 1954); rows without top-k, top-p and min-p use the
-    equivalent argmax of logits plus temperature times noise. Rows without probabilities (with NaN, with +inf,
-    or all −inf) give ``NOT_FINITE``. noise: (seeds, positions, V) → ``[B, V]``. filtered: False if no row has
-    top-k, top-p or min-p, so that the vocabulary need not be sorted.
+    temperature: ``[B]`` float32. At 0 (to which float32 rounds anything below 1e-45), the largest raw logit
+        wins; ties go to the lowest token.
+    top_k: ``[B]`` int; 0 turns it off.
+    top_p: ``[B]`` float32; 1 turns it off.
+    min_p: ``[B]`` float32; 0 turns it off.
+    seeds: ``[B]`` int64.
+    positions: ``[B]`` int, the new token's index in its sequence.
+    noise: maps (seeds, positions, V) to ``[B, V]``.
+    filtered: False promises that every row has all filters off, so that the vocabulary is not sorted.
+
+    Above temperature 0, the argmax of log-probabilities plus Gumbel noise is a draw (the Gumbel-max trick,
+    Gumbel 1954); rows with all filters off use the equivalent argmax of logits plus temperature times noise.
+    A row without probabilities (with NaN, with +inf, or all −inf) gives ``NOT_FINITE``.
     """
     best, likeliest = logits.max(dim=-1)
     random = noise(seeds, positions, logits.shape[1])

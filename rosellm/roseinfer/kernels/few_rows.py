@@ -32,11 +32,14 @@ FEW_ROWS = 16
 
 
 class NormPrologue(NamedTuple):
-    """A norm of x's rows before the GEMM: scale ``[K]`` in x's dtype, and the variance's ``eps``.
+    """A norm of x's rows before the GEMM.
 
-    sums ``[N]`` fp32: ``weight.float() @ scale.float()`` for LayerNorm, whose shift is in the GEMM's bias;
-    None for RMSNorm (Zhang & Sennrich 2019). gain: factor on the normalised values, by which a scale above 1
-    has been divided, so that x times scale is finite in fp16.
+    scale: ``[K]`` in x's dtype.
+    eps: added to the variance.
+    sums: ``[N]`` fp32, ``weight.float() @ scale.float()``, for LayerNorm, whose shift is in the GEMM's bias;
+        None for RMSNorm (Zhang & Sennrich 2019).
+    gain: factor on the normalised values. A scale above 1 has been divided by it, so that x times scale is
+        finite in fp16.
     """
 
     scale: Tensor
@@ -52,10 +55,14 @@ class NormPrologue(NamedTuple):
 class FewRowsShape(NamedTuple):
     """The tiling of a GEMM for few rows; a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
 
-    Different slices are computed by different warps; with one row of x, weight rows are spread over warps,
-    too. A warp whose 32 threads load 16 bytes each reads 256 16-bit elements. held: chunks loaded into
-    registers before the inputs are ready. stages: pipeline stages of the loop over the other chunks (unused
-    for one row, whose loop keeps ``held`` chunks in registers throughout).
+    block_n: weight rows per program.
+    slices: slices of a chunk along K, computed by different warps. With one row of x, weight rows are spread
+        over warps, too.
+    block_k: elements of K per slice. A warp whose 32 threads load 16 bytes each reads 256 16-bit elements.
+    held: chunks loaded into registers before the inputs are ready.
+    warps: warps per program.
+    stages: pipeline stages of the loop over the chunks after those held; unused for one row of x, whose loop
+        keeps ``held`` chunks in registers throughout.
     """
 
     block_n: int
@@ -78,12 +85,19 @@ def few_rows_linear_ref(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]`` (reference, in fp32).
+    """Compute ``f(norm(x) @ weight.T + bias)`` (torch reference, in fp32 arithmetic).
 
-    The GEMM need not wait for the norm's moments, which are applied to its result:
-    ``((x * scale) @ w - mean * sums) * gain / deviation``, without the mean for RMSNorm. activation f: "gelu"
-    (tanh form) or "swiglu", which halves N. residual: a tensor of the result's shape, to which the result is
-    added in place, and which is returned.
+    x: ``[M, K]``.
+    weight: ``[N, K]``.
+    bias: ``[N]``, or None.
+    norm: the norm of x's rows, or None.
+    activation: f, which is "none", "gelu" (tanh form), or "swiglu".
+    residual: a tensor of the result's shape, to which the result is added in place, and which is returned;
+        None to return the result in x's dtype.
+
+    The result is ``[M, N]``, or ``[M, N / 2]`` for "swiglu". The GEMM need not wait for the norm's moments
+    (mean and variance), which are applied afterwards: ``((x * scale) @ w - mean * sums) * gain / deviation``,
+    without the mean for RMSNorm.
     """
     wide = x.float()
     y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
@@ -95,7 +109,7 @@ def few_rows_linear_ref(
 
 
 def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
-    """Normalise y ``[M, N]``, the GEMM of scaled rows, by the moments of the unscaled rows x ``[M, K]``."""
+    """Normalise y ``[M, N]``, the GEMM of x times scale, by each row's mean and variance in x ``[M, K]``."""
     if norm.sums is None:
         return y * norm.gain * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
     mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
@@ -104,7 +118,10 @@ def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
 
 @triton.jit
 def _load(place, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """Load from ``place``, or 0 where k, the index along K, is out of range; WHOLE: all of k is in range."""
+    """Load from ``place``, or 0 where k, the index along K, is K or more.
+
+    WHOLE: k is always below K, so no mask is needed.
+    """
     return tl.load(place) if WHOLE else tl.load(place, mask=k < K, other=0.0)
 
 
@@ -119,7 +136,10 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 @triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
-    """Accumulate one row's GEMM and moments over a chunk: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``."""
+    """Add a chunk to the products, sum and sum of squares of the only row of x.
+
+    w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``: ACROSS copies of the row.
+    """
     x = x.to(tl.float32)
     total += x
     squares += x * x
@@ -135,9 +155,10 @@ def _one_row_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
     HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return one row's GEMM result, and the row's sum and sum of squares, ``[1, BLOCK_N]`` each.
+    """Return the GEMM result, sum and sum of squares of the only row of x, ``[1, BLOCK_N]`` each.
 
-    After a chunk in registers is used, the chunk HELD positions on is loaded. Sums across threads come last.
+    Each chunk in registers, once used, is replaced by the chunk HELD positions later. Sums across threads are
+    taken at the end.
     """
     ROUND: tl.constexpr = HELD * STEP
     ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
@@ -174,13 +195,17 @@ def _sums_of_8(x):
 
 @triton.jit
 def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
-    """Accumulate one chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
+    """Add a chunk to the products, and to each row's sum and sum of squares.
+
+    w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``. Without a norm, sum and sum of squares
+    are not computed.
+    """
     if NORM != "none":
         wide = x.to(tl.float32)
         total += _sums_of_8(wide)
         squares += _sums_of_8(wide * wide)
         x *= scale
-    if BLOCK_N >= 16:  # the matrix instruction needs 16 rows: the weight's, or x's
+    if BLOCK_N >= 16:  # the matrix instruction needs 16 rows, of the weight or of x
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     else:
         acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
@@ -195,9 +220,9 @@ def _few_rows_product(
 ):  # fmt: skip
     """Return the GEMM result ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M, 1]``.
 
-    The chunks in registers come last, so that the loop over the others, which go through shared memory,
-    starts at once. Slices are separate GEMMs, one per warp, summed at the end: a single chain of K / 16
-    matrix instructions would take longer than loading the weights.
+    The chunks held in registers are multiplied last, so that the loop over the remaining chunks, which go
+    through shared memory, starts at once. Slices are separate GEMMs, one per warp, summed at the end: a
+    single chain of K / 16 matrix instructions would take longer than loading the weights.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     CHUNKS: tl.constexpr = (K + STEP - 1) // STEP
@@ -225,7 +250,7 @@ def _few_rows_product(
 
 @triton.jit
 def _normed(y, total, squares, sums, eps, gain, K: tl.constexpr, NORM: tl.constexpr):
-    """Normalise y, the GEMM of scaled rows, by the sums and sums of squares of the unscaled rows."""
+    """Normalise y, the GEMM of x times scale, by the sum and sum of squares of each row of x."""
     if NORM == "rms":
         y *= tl.rsqrt(squares / K + eps) * gain
     if NORM == "layer":
@@ -244,8 +269,9 @@ def _few_rows_kernel(
 ):  # fmt: skip
     """Multiply all M <= BLOCK_M rows of x by BLOCK_N rows of the weight per program.
 
-    The first weights are loaded before the inputs are ready. Rows past the last one repeat it and are not
-    stored. With one row, x and weights have the same layout across threads, ACROSS weight rows at a time.
+    The first weights are loaded before the inputs are ready. Padding rows repeat the last row and are not
+    stored. With one row of x, x and weights have the same layout across threads, ACROSS weight rows at a
+    time.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
@@ -303,9 +329,13 @@ def few_rows_linear(
 ) -> Tensor:  # fmt: skip
     """Compute ``f(norm(x) @ weight.T + bias)`` in Triton, for up to ``FEW_ROWS`` rows.
 
-    Arguments as in :func:`few_rows_linear_ref`; all tensors must be contiguous. With LayerNorm, the variance
-    is a difference of two sums and loses digits if a row's mean is many times its deviation; x times scale is
-    rounded to x's dtype, except for a single row. shape: (rows, n, k, dtype) → tiling.
+    Arguments as in :func:`few_rows_linear_ref`; all tensors must be contiguous.
+
+    dependent: the launch mode, as in ``launch_options``.
+    shape: maps (rows, n, k, dtype) to a tiling; None for the fastest measured one.
+
+    With LayerNorm, the variance is a difference of two sums and loses digits if a row's mean is many times
+    its deviation. x times scale is rounded to x's dtype, except for a single row.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -334,14 +364,17 @@ def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
 
 
 def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
-    """Return warps and pipeline stages; one stage of shared memory is left for the chunks in registers."""
+    """Return warps and pipeline stages; shared memory for one stage is left to the chunks in registers."""
     step = cut.slices * cut.block_k
     stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
     return {"num_warps": cut.warps, "num_stages": max(1, stages)}
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Return the tiling; in the table, block_k 0 stands for about K / slices, and held 0 for all chunks."""
+    """Return the fastest measured tiling.
+
+    In the table, block_k 0 stands for about K / slices, and held 0 for all chunks.
+    """
     shape = FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize))
     block_k = shape.block_k or min(256, max(16, triton.next_power_of_2(k) // shape.slices))
     held = shape.held or triton.cdiv(k, shape.slices * block_k)

@@ -4,15 +4,16 @@ The head has stored the logits of filtered rows (``filtered_head.Tiles``). Rows 
 ``by_mass``. For any other row, one program works as follows:
 
 1. With top-k, the tiles' maxima alone bound what can be kept: k tiles hold k logits at or above the k-th
-   largest maximum. Only tiles that reach the bound are read; if they are few, their logits that reach it,
-   the candidates, are copied to one buffer.
+   largest maximum. Only tiles that reach the bound are read. If they are few, the logits in them that reach
+   the bound, the candidates, are copied to one buffer.
 2. If both top-k and top-p apply, top-p is a share of the mass of the k largest logits. A search over the bits
    of the k-th largest logit, 16 pivots at a time, finds that mass.
 3. The candidate with the largest logit plus noise is drawn. It is accepted if fewer than k candidates, with
-   less than top-p of the mass, are more probable. If it is rejected, the next draw is one of these. A draw
-   from all tokens is seldom rejected: if the kept tokens have mass p, about 1 + ln(1/p) draws are needed
-   (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et al. 2025; here the result
-   is the one token that the noise selects among the kept ones, whatever was rejected before).
+   less than top-p of the mass, are more probable. If it is rejected, the next draw is from the candidates
+   that are more probable. A draw from all tokens is seldom rejected: if the kept tokens have mass p, about 1
+   + ln(1/p) draws are needed (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et
+   al. 2025; here the result is the one token that the noise selects among the kept ones, whatever was
+   rejected before).
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_choose_filtered_kernel": "sampling"}
 WARPS = 8
-PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # for all rows together; programs per row
-REGISTERS = 128  # most registers per thread, so that two programs fit on an SM
+PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # programs of all rows; maximum number of programs per row
+REGISTERS = 128  # maximum number of registers per thread, so that two programs fit on an SM
 Splits = Callable[[int, int, torch.device], int]
 
 
 class Sizes(NamedTuple):
     """Compile-time constants of the kernel.
 
-    TILE: tokens per tile. WIDTH: a power of two, at least the number of tiles. BLOCK, FEWER: candidates
-    loaded at once, FEWER in pivot searches and for pools of at most that size. FEW: most candidates compared
-    all with all. PIVOTS: pivots per pass of a search. COPIED: candidates are copied if at most one tile in
-    COPIED has any. For rows with top-p only, CHUNK: tokens per partial sum of mass; DRAWS: likely draws
-    before which a row's programs sum the mass together.
+    TILE: tokens per tile.
+    WIDTH: number of tiles, rounded up to a power of two.
+    BLOCK: candidates loaded at once.
+    FEWER: candidates loaded at once in pivot searches, and for pools of at most that size.
+    FEW: maximum number of candidates that are ranked by comparing each with all others.
+    PIVOTS: pivots per pass of a search.
+    COPIED: candidates are copied if at most one tile in COPIED has any.
+    CHUNK: for rows with top-p only, tokens per partial sum of mass.
+    DRAWS: for rows with top-p only, number of likely draws for which a row's programs together sum the mass
+        before the drawn token.
     """
 
     TILE: int
@@ -73,10 +79,10 @@ class Sizes(NamedTuple):
 
 
 def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
-    """Overwrite the values and indices of filtered rows with their one sampled token (torch reference).
+    """Overwrite values and indices of filtered rows, to encode their sampled tokens (torch reference).
 
-    Values become −inf, except the first, which is 0, or +inf in a row without probabilities; the first index
-    is the token. Other rows are unchanged.
+    The token becomes the row's first index. The row's first value becomes 0, or +inf in a row without
+    probabilities (with NaN, with +inf, or all −inf); other values become −inf. Other rows are unchanged.
     """
     rows = state.filtered
     own = state.at(rows.nonzero()[:, 0])
@@ -89,7 +95,12 @@ def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
 
 @triton.jit
 def mass_left(pool, low, k, BLOCK: tl.constexpr, sizes: tl.constexpr):
-    """Return the mass that top-k and min-p leave; at least min(k, n) candidates must reach ``low``."""
+    """Return the total mass of the candidates that top-k and min-p keep.
+
+    low: a lower bound on the k-th largest logit, in ordered bits.
+    k: top-k; 0 if it is off.
+    BLOCK: candidates loaded at once.
+    """
     values_ptr, _, n_copied, n, best, temperature, _ = pool
     least = ordered_bits(tl.full((), float("-inf"), tl.float32))
     cut = (k > 0) & (k < n)
@@ -106,7 +117,11 @@ def mass_left(pool, low, k, BLOCK: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def drawn(pool, k, most, key, BLOCK: tl.constexpr):
-    """Draw until a token is one of the k most probable (0: any) and has mass before it below ``most``."""
+    """Draw from the pool until a token is accepted, and return it.
+
+    A token is accepted if the candidates that are more probable are fewer than k (any number if k is 0) and
+    have less mass than ``most`` together.
+    """
     pivot, token = tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32)
     refused = tl.full((), 1, tl.int1)
     while refused:
@@ -118,7 +133,10 @@ def drawn(pool, k, most, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def kept_draw(pool, low, top_k, top_p, key, BLOCK: tl.constexpr, sizes: tl.constexpr):
-    """Return a token drawn under top-k, top-p and min-p."""
+    """Return a token drawn under top-k, top-p and min-p.
+
+    low: a lower bound on the top_k-th largest logit, in ordered bits.
+    """
     most = tl.full((), float("inf"), tl.float32)
     if top_p < 1:
         most = top_p * mass_left(pool, low, top_k, BLOCK, sizes)
@@ -130,9 +148,12 @@ def choose_among_candidates(
     logits_ptr, maxima, scratch, seed_ptr, position_ptr, temperature, top_k, top_p, min_p, best, tile, inside,
     TILES, sizes: tl.constexpr,
 ):  # fmt: skip
-    """Return the sampled token of one row with top-k or min-p; all pointers are those of the row.
+    """Return the sampled token of one row with top-k or min-p; all pointers are to this row.
 
-    scratch: pointers for listed tiles, copied logits and tokens. best: the row's largest logit, finite.
+    maxima: ``[WIDTH]``, the largest logit of each tile.
+    scratch: pointers to buffers for the indices of listed tiles, copied logits, and copied tokens.
+    best: the row's largest logit, which is finite.
+    tile, inside: ``[WIDTH]``, all tile indices, and whether each is below TILES.
     """
     listed_ptr, copies_ptr, copied_tokens_ptr = scratch
     # List the tiles that may hold kept tokens.
@@ -170,9 +191,9 @@ def _choose_filtered_kernel(
     tiles, listed_ptr, sums_ptr, copies_ptr, copied_tokens_ptr, settings, TILES,
     sizes: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sample one row: with top-p only by all of its programs together, otherwise by its first program alone.
+    """Sample one row: by all of its programs together if it has top-p only, otherwise by its first program.
 
-    tiles: pointers to the tensors of :class:`filtered_head.Tiles`.
+    tiles: pointers to the tensors of :class:`filtered_head.Tiles`. The other pointers are to scratch memory.
     """
     values_ptr, indices_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr = tiles
     row = tl.program_id(0).to(tl.int64)
@@ -222,7 +243,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def splits_for(rows: int, n_chunks: int, device: torch.device) -> int:
-    """Return the number of programs that share a row with top-p only; n_chunks: chunks of mass per row."""
+    """Return the number of programs that share a row with top-p only.
+
+    rows: rows of the batch. n_chunks: partial sums of mass per row.
+    """
     return max(1, min(PROGRAMS_PER_SM * multiprocessors(device) // rows, MOST_SPLITS, n_chunks))
 
 
@@ -231,9 +255,12 @@ def choose_filtered(
 ) -> None:
     """Sample a token for each filtered row as :func:`choose_filtered_ref` does, in Triton.
 
-    May be called once per result of the head, whose counters ``arrived`` it uses up. A row with top-p only
-    whose drawn token is accepted stays as it is; in other filtered rows all indices are overwritten. splits:
-    (rows, chunks per row, device) → programs per row with top-p only.
+    Call it only once per result of ``filtered_tiles``, because it increments the counters ``arrived``. A row
+    with top-p only whose drawn token is accepted stays as it is; in other filtered rows all indices are
+    overwritten.
+
+    dependent: the launch mode, as in ``launch_options``.
+    splits: maps (rows, chunks per row, device) to the number of programs per row with top-p only.
     """
     (rows, n_tiles), device = tiles.values.shape, tiles.values.device
     sizes = Sizes(tiles.width, triton.next_power_of_2(n_tiles))

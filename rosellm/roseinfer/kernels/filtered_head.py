@@ -1,8 +1,8 @@
 """LM head for batches with top-k, top-p, min-p or penalties: torch reference and kernel.
 
 Besides the work of ``head.best_tokens``, it applies penalties, and stores the logits of filtered rows, those
-that are sampled from a subset of the vocabulary, for ``filtered.choose_filtered``. Rows with top-p only (rows
-by mass) get a draw from all tokens, like unfiltered rows, because it is seldom rejected.
+that are sampled from a subset of the vocabulary, for ``filtered.choose_filtered``. For rows with top-p only,
+called rows by mass, it draws from all tokens as for unfiltered rows, because that draw is seldom rejected.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ ROLES = {"_filtered_tiles_kernel": "head"}
 class Tiles(NamedTuple):
     """The head's results for each vocabulary tile, from which filtered rows are sampled.
 
-    values, indices ``[M, TILES]``: as in ``head.best_tokens_ref``, also for rows by mass; values of other
-    filtered rows have no noise.
-    maxima ``[M, TILES]`` fp32: largest logit of each tile, for filtered rows.
-    masses ``[M, TILES]`` fp32: sum of ``exp((logit - largest) / temperature)`` per tile, for filtered rows.
-    logits ``[M, TILES * width]`` fp32: −inf past the vocabulary, for filtered rows.
-    arrived ``[M]`` int32: counters of each row's finished programs, zero at first. width: tokens per tile.
+    values: ``[M, TILES]`` fp32, the best value of each tile, as from ``head.best_tokens``; without noise for
+        filtered rows, except for those with top-p only.
+    indices: ``[M, TILES]`` int32, the token of each value.
+    maxima: ``[M, TILES]`` fp32, the largest logit of each tile, for filtered rows.
+    masses: ``[M, TILES]`` fp32, the sum of ``exp((logit - largest) / temperature)`` per tile, for filtered
+        rows.
+    logits: ``[M, TILES * width]`` fp32, −inf past the vocabulary, for filtered rows.
+    arrived: ``[M]`` int32, counters of each row's finished programs, zero at first.
+    width: tokens per tile.
     """
 
     values: Tensor
@@ -45,7 +48,11 @@ class Tiles(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The columns of a device state that a draw reads, ``[M]`` each, and their row strides in elements."""
+    """The columns of a device state that a draw reads, ``[M]`` each, and their row strides in elements.
+
+    stride: the row stride of all columns but seeds.
+    seed_stride: the row stride of seeds, which are int64.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -67,8 +74,11 @@ def filtered_tiles_ref(
 ) -> Tiles:
     """Compute the head of a batch with filtered rows, as a single tile (torch reference).
 
-    hidden ``[M, K]``, weight ``[N, K]``, and a state of M rows. counts ``[S, N]`` int32 (``token_counts``):
-    token counts of the penalised rows; None if no row is penalised.
+    hidden: ``[M, K]``, the final hidden states.
+    weight: ``[N, K]``, the head.
+    state: a device state of M rows.
+    counts: ``[S, N]`` int32, the counts of the penalised rows' tokens (``token_counts``); None if no row is
+        penalised.
     """
     logits = hidden.float() @ weight.float().t()
     if counts is not None:
@@ -86,7 +96,10 @@ def filtered_tiles_ref(
 
 
 def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
-    """Apply ``draw.penalised_ref`` to the rows that have counts: ``[M, V]`` → ``[M, V]`` fp32."""
+    """Return logits ``[M, V]`` in fp32 after the penalties of the rows that have counts (torch reference).
+
+    state: a device state of M rows. counts ``[S, V]`` int32: as in :func:`filtered_tiles_ref`.
+    """
     own = state.counts
     seen = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
     repetition = torch.where(own > 0, state.repetition, 1.0)
@@ -104,7 +117,14 @@ def penalised(logits, seen, repetition, presence, frequency):
 
 @triton.jit
 def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
-    """Apply :func:`penalised` to a tile's rows that have counts; at: the rows' offsets in the state."""
+    """Apply :func:`penalised` to a tile's rows that have counts.
+
+    penalties: pointers to the state's columns counts, repetition, presence and frequency.
+    at: offsets of the tile's rows in these columns, in elements.
+    held_rows: which of the tile's rows exist.
+    columns: the tile's tokens.
+    N: size of the vocabulary.
+    """
     counts_column, repetition_ptr, presence_ptr, frequency_ptr = penalties
     own = tl.load(counts_column + at, mask=held_rows, other=0)
     repetition = tl.load(repetition_ptr + at, mask=own > 0, other=1.0)
@@ -122,7 +142,11 @@ def _filtered_tiles_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile for BLOCK_M rows per program; tiles: pointers to the tensors of :class:`Tiles`."""
+    """Compute one vocabulary tile for BLOCK_M rows per program.
+
+    tiles: pointers to the tensors of :class:`Tiles`.
+    penalties: pointers to the state's columns counts, repetition, presence and frequency.
+    """
     values_ptr, indices_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr = tiles
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,8 +201,11 @@ def filtered_tiles(
 ) -> Tiles:
     """Compute the head of a batch with filtered rows in Triton, with many tiles per row.
 
-    Arguments as in :func:`filtered_tiles_ref`; hidden, weight and counts must be contiguous. Outputs that
-    only filtered rows use stay uninitialised for others. shape: (rows, dtype) → tile sizes, warps, stages.
+    Arguments as in :func:`filtered_tiles_ref`; hidden, weight and counts must be contiguous. In unfiltered
+    rows, maxima, masses and logits stay uninitialised.
+
+    dependent: the launch mode, as in ``launch_options``.
+    shape: maps (rows, dtype) to tile sizes, warps and pipeline stages.
     """
     (rows, width), vocab = hidden.shape, len(weight)
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)

@@ -36,9 +36,15 @@ def best_tokens_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return each row's best value ``[M, 1]`` fp32 and its token ``[M, 1]`` int32 (torch reference).
 
-    hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64, positions int32, ``[M]``
-    each. positions: tokens cached before this step, so the drawn token has index ``positions + 1``. NaN
-    logits count as +inf, so that they are detected. sampled: False if all rows are greedy.
+    hidden: ``[M, K]``, the final hidden states.
+    weight: ``[N, K]``, the head.
+    temperature: ``[M]`` fp32; 0 for a greedy row.
+    seeds: ``[M]`` int64.
+    positions: ``[M]`` int32, the number of tokens cached before this step; the drawn token has index
+        ``positions + 1``.
+    sampled: False promises that all rows are greedy.
+
+    NaN logits count as +inf, so that ``advance`` detects them.
     """
     logits = hidden.float() @ weight.float().t()
     logits = torch.where(logits.isnan(), float("inf"), logits)
@@ -54,7 +60,13 @@ def best_tokens_ref(
 def with_noise(
     logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
 ):
-    """Return a tile's logits plus the noise of each row's next token, scaled by the row's ``amounts``."""
+    """Add the noise of each row's next token, times ``amounts``, to a tile's logits, and return them.
+
+    amounts: ``[BLOCK_M]``, the rows' temperatures; rows with 0 are unchanged.
+    rows: indices of the rows.
+    held_rows: which of the rows exist.
+    columns: the tile's tokens.
+    """
     if tl.max(amounts, axis=0) > 0:
         seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
         positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
@@ -115,9 +127,12 @@ def best_tokens(
     """Return each row's best value and token in each vocabulary tile, ``[M, TILES]``, by a Triton kernel.
 
     Arguments as in :func:`best_tokens_ref`; hidden and weight must be contiguous, and temperature and
-    positions columns of one state (equal row strides). sampled=False compiles sampling out, for all-greedy
-    batches: random numbers take registers that the GEMM could use. shape: (rows, dtype) → tile sizes, warps
-    and pipeline stages.
+    positions columns of one state (equal row strides).
+
+    sampled: False compiles sampling out, for batches of greedy rows only: random numbers take registers that
+        the GEMM could use.
+    dependent: the launch mode, as in ``launch_options``.
+    shape: maps (rows, dtype) to tile sizes, warps and pipeline stages.
     """
     rows, width = hidden.shape
     vocab = weight.shape[0]

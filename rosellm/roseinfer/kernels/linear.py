@@ -38,10 +38,17 @@ def activated_ref(y: Tensor, activation: Activation) -> Tensor:
 def some_rows_linear_ref(
     *, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none", parts: int = 1
 ) -> Tensor:
-    """Compute ``f(x @ weight.T + bias)`` → ``[M, N]``, or ``parts`` partial sums (torch reference).
+    """Compute ``f(x @ weight.T + bias)``, or ``parts`` partial sums (torch reference).
 
-    ``parts`` above 1 (split-K) requires bias None and activation "none". The result is then ``[parts, M, N]``
-    fp32: GEMMs over that many equal ranges of K, which the consumer adds up.
+    x: ``[M, K]``.
+    weight: ``[N, K]``.
+    bias: ``[N]``, or None.
+    activation: f, which is "none", "gelu" (tanh form), or "swiglu".
+    parts: number of equal ranges into which K is split (split-K). Above 1, bias must be None and activation
+        "none".
+
+    The result is ``[M, N]`` in x's dtype, or ``[M, N / 2]`` for "swiglu". With several parts, it is
+    ``[parts, M, N]`` fp32: one GEMM per range of K, which the consumer adds up.
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
@@ -53,13 +60,18 @@ def some_rows_linear_ref(
 def is_narrow(n: int, k: int) -> bool:
     """Return whether a weight ``[n, k]`` has a dimension below 1,024, as in GPT-2 small.
 
-    Attention and GEMMs of such a model are so short that they overlap, and tiles compete for shared memory.
+    Attention and GEMMs of such a model are so short that they overlap, so their tiles compete for shared
+    memory.
     """
     return min(n, k) < 1024
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """Return the number of equal ranges of K (split-K), each a multiple of 128, or of 64 in narrow models."""
+    """Return the number of equal ranges into which to split K (split-K).
+
+    x is ``[rows, k]``, and the weight ``[n, k]``. If there are several ranges, each is a multiple of 128
+    long, or of 64 in a narrow model.
+    """
     (parts,) = best("parts", rows=rows, n=n, k=k, narrow=min(n, k))
     if is_narrow(n, k):
         return parts if k % (64 * parts) == 0 else 1
@@ -72,7 +84,7 @@ def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -
     """Return the tile shape of a GEMM ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K.
 
     Every program rereads its rows of x from the L2 cache: wide tiles over short ranges of K read less, and
-    narrow tiles over long ones leave fewer partial sums.
+    narrow tiles over long ranges leave fewer partial sums.
     """
     return best("some_rows", rows=rows, n=n, k=k, parts=parts, bits=8 * dtype.itemsize, narrow=min(n, k))
 
@@ -103,7 +115,7 @@ def silu(y):
 
 @triton.jit
 def weight_rows(block, i, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return the weight rows at indices i of a program's tile; "swiglu" alternates gate and up rows."""
+    """Return the weight rows at indices i of a program's tile; for "swiglu", gate and up rows alternate."""
     if ACTIVATION == "swiglu":
         rows = block * (BLOCK_N // 2) + i // 2 + (i % 2) * (N // 2)
     else:
@@ -127,7 +139,12 @@ def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return x's rows times weight rows ``columns``, in fp32, over WIDTH elements of K from ``begin`` on."""
+    """Return the fp32 product of x's rows and a tile's weight rows, over WIDTH elements of K from ``begin``.
+
+    rows: the rows of x.
+    held_rows: which of them exist; 0 is used for the rest.
+    columns: the weight rows; 0 is used for those from N on.
+    """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -150,7 +167,10 @@ def copied_product(
     x_tiles, w_tiles, first_row, first_w_row, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the same as :func:`tile_product`, with tiles copied by TMA, which reads 0 past the last row."""
+    """Return the same product as :func:`tile_product`, from tiles copied by TMA, which reads 0 past the end.
+
+    x_tiles and w_tiles: TMA descriptors, whose tiles start at ``first_row`` and ``first_w_row``.
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         x = x_tiles.load([first_row, begin + first])
@@ -164,7 +184,10 @@ def copied_gated_product(
     x_tiles, w_tiles, first_row, first_w_row, half, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return x's rows times the gate's weight rows, and times the up projection's, ``half`` rows below."""
+    """Return x's rows times the gate's weight rows, and x's rows times the up projection's, from TMA copies.
+
+    The up projection's weight rows are ``half`` rows after the gate's.
+    """
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -182,7 +205,10 @@ def _some_rows_kernel(
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K, in a pipelined loop."""
+    """Compute one BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K, in a pipelined loop.
+
+    x_tiles and w_tiles: TMA descriptors, or None to load tiles by pointers.
+    """
     block = tl.program_id(0)
     w_rows = weight_rows(block, tl.arange(0, BLOCK_N), N, BLOCK_N, ACTIVATION)
     first_row = tl.program_id(1) * BLOCK_M
@@ -237,8 +263,11 @@ def some_rows_linear(
 ) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as :func:`some_rows_linear_ref` does, in Triton.
 
-    All tensors must be contiguous. shape: (rows, n, k, dtype, parts) → tile sizes, warps and stages. copies:
-    use TMA where that pays; False: load tiles in the same way for any number of rows.
+    All tensors must be contiguous.
+
+    dependent: the launch mode, as in ``launch_options``.
+    shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages.
+    copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
     rows, k = x.shape
     n = weight.shape[0]

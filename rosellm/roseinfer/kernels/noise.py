@@ -1,9 +1,9 @@
 """Counter-based random numbers: the noise of a draw is a function of seed, position and vocabulary index.
 
 There is no generator state: sampling can be captured in a CUDA graph, and a preempted request that is
-recomputed gets the same noise. A row's seed and position are mixed once, by Philox, into two key words. Each
-vocabulary index is then mixed with them by a hash with two multiplications, because ten rounds of Philox for
-each of 50,000 tokens would take longer than the GEMM that computes their logits.
+recomputed draws with the same noise. A row's seed and position are mixed once, by Philox, into two key words
+(32-bit integers). Each vocabulary index is then mixed with them by a hash with two multiplications, because
+ten rounds of Philox for each of 50,000 tokens would take longer than the GEMM that computes their logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def philox4x32(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    counter, key: words 0..2**32-1 in broadcastable int64 tensors → four such words of random bits.
+    counter, key: int64 tensors that hold 0..2**32-1 and broadcast together. Returns four such tensors of
+    random bits.
     """
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))  # torch's function imports sympy
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
@@ -48,11 +49,15 @@ def philox4x32(
 
 
 def hashed_words(column: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a random word per vocabulary index; words 0..2**32-1 are in broadcastable int64 tensors.
+    """Hash vocabulary indices with a two-word key into pseudorandom 32-bit words.
 
-    The hash uses shifts, exclusive ors and odd multipliers (Steele et al. 2014, "Fast splittable pseudorandom
-    number generators") with constants from Wellons' search (hash-prospector); the second key word is added
-    between the multiplications.
+    column: vocabulary indices.
+    key: two words.
+
+    All are int64 tensors that hold 0..2**32-1 and broadcast together, as does the result. The hash uses
+    shifts, exclusive ors and odd multipliers (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators") with constants from Wellons' search (hash-prospector); the second key word is added between
+    the multiplications.
     """
     word = (column * SPREAD + key[0]) & WORD
     word = ((word ^ (word >> 16)) * MIXERS[0]) & WORD
@@ -61,10 +66,14 @@ def hashed_words(column: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise: seeds ``[B]`` int64, positions ``[B]`` int → ``[B, V]`` fp32 (reference).
+    """Return standard Gumbel noise ``[B, V]`` fp32 (torch reference).
+
+    seeds: ``[B]`` int64.
+    positions: ``[B]`` int, the new token's index in its sequence.
+    vocab_size: V.
 
     A row's noise depends only on its own seed and position. Its key is the first two words of Philox for the
-    counter (position, 0, 0, 0), keyed by the seed's low and high words. The word of a vocabulary index gives
+    counter (position, 0, 0, 0), keyed by the seed's low and high words. The hash of a vocabulary index gives
     a uniform number, halfway between two multiples of 2**-32. It is represented by its distance from 1, which
     fp32 holds exactly where noise is large. Values range from -2.8 to 22.9.
     """
@@ -79,7 +88,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @triton.jit
 def row_key(seed, position):
-    """Return the two key words of a row's noise; seed is int64, position any integer, of the same shape."""
+    """Return the two key words of a row's noise.
+
+    seed is int64, and position any integer type; both have the same shape.
+    """
     position = position.to(tl.uint32)
     first, second, _, _ = tl.philox(seed, position, position * 0, position * 0, position * 0, n_rounds=10)
     return first, second
@@ -93,7 +105,10 @@ def log2(x):
 
 @triton.jit
 def gumbel(first, second, column):
-    """Return :func:`gumbel_noise` of the indices ``column``; all arguments are uint32 and broadcast."""
+    """Return the Gumbel noise of vocabulary indices ``column``, under the key words ``first`` and ``second``.
+
+    All arguments are uint32 and broadcast together.
+    """
     word = column * 0x9E3779B1 + first
     word = (word ^ (word >> 16)) * 0x21F0AAAD
     word = ((word ^ (word >> 15)) + second) * 0x735A2D97
@@ -119,7 +134,7 @@ def _gumbel_noise_kernel(
 def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return the noise of :func:`gumbel_noise`, computed in one kernel.
 
-    The random words are the same; logarithms may differ in their last bits. seeds and positions may have any
+    The hashed words are the same; logarithms may differ in their last bits. seeds and positions may have any
     stride and must be on the device where Triton runs.
     """
     out = torch.empty(len(seeds), vocab_size, device=seeds.device)

@@ -13,10 +13,12 @@ ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_ke
 
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-    """Return the sum of token and position embeddings, ids and positions ``[N]`` → ``[N, C]`` (reference).
+    """Return the sum of token and position embeddings, ``[N, C]`` (torch reference).
 
-    tokens ``[V, C]`` and places ``[P, C]``: the embedding tables. Negative positions, of inert rows, count as
-    0. Without places, positions are ignored.
+    ids: ``[N]``, token ids.
+    positions: ``[N]``; a negative one, of an inert row, counts as 0.
+    tokens: ``[V, C]``, the token embeddings.
+    places: ``[P, C]``, the position embeddings; None if the model has none, so that positions are ignored.
     """
     return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
 
@@ -32,9 +34,14 @@ def add_norm_ref(
 ) -> Tensor:
     """Add ``sum(delta) + bias`` to x in place, and return the norm of x (reference, in fp32 arithmetic).
 
-    x ``[M, C]``. delta ``[P, M, C]``: partial sums; if None, x stays unchanged and bias is ignored. bias,
-    scale and shift: ``[C]``. The norm, ``[M, C]`` in x's dtype, is LayerNorm, or RMSNorm (Zhang & Sennrich
-    2019) if shift is None; its input is the updated x, rounded to its dtype.
+    x: ``[M, C]``.
+    delta: ``[P, M, C]``, partial sums; if None, x stays unchanged and bias is ignored.
+    bias: ``[C]``, or None.
+    scale: ``[C]``.
+    shift: ``[C]`` for LayerNorm; None for RMSNorm (Zhang & Sennrich 2019).
+    eps: added to the variance.
+
+    The norm, ``[M, C]`` in x's dtype, is that of the updated x, rounded to its dtype.
     """
     if delta is not None:
         added = delta.float().sum(dim=0)
@@ -55,7 +62,7 @@ def _embed_kernel(
     ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Embed one row per program."""
+    """Embed one token per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -74,7 +81,10 @@ def _embed_kernel(
 def load_affine(
     scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Load a norm's scale and shift, and the bias of the sum before it, ``[WIDTH]`` fp32; 0 where absent."""
+    """Load a norm's scale and shift, and the bias that is added before the norm, ``[WIDTH]`` fp32 each.
+
+    An absent shift or bias is 0.
+    """
     scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
     shift = tl.zeros((WIDTH,), tl.float32)
     if SHIFT:
@@ -87,7 +97,7 @@ def load_affine(
 
 @triton.jit
 def normed(x, inside, scale, shift, eps, C: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the LayerNorm of a row x ``[WIDTH]`` fp32, or its RMSNorm without SHIFT."""
+    """Return the norm of a row x ``[WIDTH]`` fp32: LayerNorm if SHIFT, otherwise RMSNorm."""
     if SHIFT:
         mean = tl.sum(x, axis=0) / C
         centred = tl.where(inside, x - mean, 0.0)
@@ -102,7 +112,7 @@ def _add_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
     SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Add to one row per program, and normalise it."""
+    """Add the partial sums and the bias to one row of x per program, and normalise the row."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -138,7 +148,10 @@ def _warps(width: int) -> int:
 
 
 def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Tensor:
-    """Embed tokens as :func:`embed_ref` does, in Triton; tables are contiguous, ids and positions int32."""
+    """Embed tokens as :func:`embed_ref` does, in Triton.
+
+    ids and positions are int32; tables are contiguous. dependent: the launch mode, as in ``launch_options``.
+    """
     rows, width = len(ids), tokens.shape[1]
     out = tokens.new_empty(rows, width)
     padded = triton.next_power_of_2(width)

@@ -17,15 +17,21 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_combine_pieces_kernel": "attention"}
-COMBINED_AT_ONCE = 64  # most partial results that are loaded at once
-ONE_WARP_COMBINES = 1024  # most elements at once for which one warp is used
+COMBINED_AT_ONCE = 64  # maximum number of partial results loaded at once
+ONE_WARP_COMBINES = 1024  # maximum number of elements loaded at once for which one warp is used
 
 
 class Tiling(NamedTuple):
-    """Compile-time constants: tokens per tile, window, rows of q, distinct rows of q, pipeline stages.
+    """Compile-time constants of an attention kernel.
 
-    WINDOW: tokens attended to; 0: all. DOT: operand dtype of GEMMs, or None for sums of vector products.
-    NORMS: whether q and k are normalised per head. LANES: as in ``attention_plan.Variant``.
+    TILE: tokens per tile.
+    WINDOW: number of tokens that each query attends to; 0 for all.
+    M: rows of q, including repeated ones.
+    HEADS: query heads per KV head, rounded up to a power of two.
+    STAGES: pipeline stages.
+    DOT: operand dtype of GEMMs; None to sum products of vectors instead.
+    NORMS: whether q and k are normalised per head.
+    LANES: whether each token of a tile has its own softmax, as in ``attention_plan.Variant``.
     """
 
     TILE: int
@@ -42,10 +48,11 @@ class Tiling(NamedTuple):
 def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
     """Return the initial state of the online softmax: maxima, sums of weights, weighted sums of values.
 
-    With DOT, these are ``[M]``, ``[M, TILE]`` and ``[M, D]``, so that sums across threads are taken once, at
-    the end. With LANES, each token of a tile has its own softmax: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``.
-    Otherwise they are ``[1]``, ``[1]`` and ``[1, D]``. The initial maximum is a large negative number, since
-    -inf - -inf would be NaN.
+    with DOT: ``[M]``, ``[M, TILE]`` and ``[M, D]``, so that sums across threads are taken once, at the end.
+    with LANES: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``, since each token of a tile has its own softmax.
+    otherwise: ``[1]``, ``[1]`` and ``[1, D]``.
+
+    The initial maximum is a large negative number, since -inf - -inf would be NaN.
     """
     TILE: tl.constexpr = tiling.TILE
     ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
@@ -56,10 +63,13 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
-    """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2: scale includes log2(e).
+    """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2, and return its new state.
 
-    q ``[M, D]``, k and v ``[TILE, D]``. seen ``[TILE]``: which tokens are attended to; None: all. m_i, l_i
-    and acc: the state as in :func:`no_keys`, which is returned updated.
+    q: ``[M, D]``.
+    k, v: ``[TILE, D]``.
+    seen: ``[TILE]``, which tokens are attended to; None for all.
+    scale: factor on the scores, times log2(e).
+    m_i, l_i, acc: the state so far, in the form of :func:`no_keys`.
     """
     DOT: tl.constexpr = tiling.DOT
     if DOT is None:
@@ -103,7 +113,10 @@ def gathered(m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def with_new(score, v_new, m_i, l_i, acc):
-    """Add the new token to a softmax state: score ``[M]``, v_new ``[1, D]``; return the new state."""
+    """Add the new token to a softmax state, and return the new state.
+
+    score ``[M]``: the queries' scores with the new key, -inf to add nothing. v_new: ``[1, D]``.
+    """
     m_new = tl.maximum(m_i, score)
     p = tl.exp2(score - m_new)
     alpha = tl.exp2(m_i - m_new)
@@ -111,9 +124,14 @@ def with_new(score, v_new, m_i, l_i, acc):
 
 
 class PartialRows(NamedTuple):
-    """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
+    """Partial results of attention, in fp32.
 
-    The result of piece p for row b is at index p + b, which is unique, and a row's results are adjacent.
+    m_i: ``[P, H]``, maxima of the scores.
+    l_i: ``[P, H]``, sums of weights.
+    acc: ``[P, H, D]``, weighted sums of values.
+
+    In decode, P is ``PIECES + B``: the result of piece p for row b is at index p + b, which is unique, and a
+    row's results are adjacent.
     """
 
     m_i: Tensor
@@ -122,14 +140,14 @@ class PartialRows(NamedTuple):
 
 
 def new_partial(q: Tensor, parts: int) -> PartialRows:
-    """Allocate ``parts`` partial results for queries of the shape of q, ``[B, H, D]``."""
+    """Allocate ``parts`` partial results for queries q ``[B, H, D]``."""
     sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
     return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))
 
 
 @triton.jit
 def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
-    """Store the outputs ``[M, D]`` of one KV head's queries in row ``row`` of ``[..., H, D]``."""
+    """Store the outputs ``[M, D]`` of one KV head's queries in row ``row`` of out ``[..., H, D]``."""
     m = tl.arange(0, M)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
     place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
@@ -147,7 +165,10 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 @triton.jit
 def _cut_row(starts_ptr, covers_ptr, BY_CUT: tl.constexpr):
-    """Return a program's row and its first and last piece, which are equal if there is nothing to combine."""
+    """Return a program's row and its first and last piece, which are equal if there is nothing to combine.
+
+    BY_CUT: programs are numbered by the cuts between pieces, rather than by rows.
+    """
     if BY_CUT:
         cut = tl.program_id(0)
         row = tl.load(starts_ptr + 2 * cut + 2).to(tl.int64)
@@ -169,8 +190,8 @@ def _combine_pieces_kernel(
 ):  # fmt: skip
     """Store the weighted mean of a row's partial results, for one query head per program.
 
-    There is one program per query head and row, or, with BY_CUT, per query head and cut between pieces; the
-    program of a row's first cut then does the work. Rows that are not split are left unchanged.
+    There is one program per query head and row, or, with BY_CUT, one per query head and cut between pieces;
+    of the programs of a row's cuts, only the first does the work. Rows that are not split are left unchanged.
     """
     head = tl.program_id(1)
     d = tl.arange(0, D)
@@ -201,7 +222,10 @@ def _combine_pieces_kernel(
 
 
 def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = False) -> None:
-    """Combine the partial results of split rows into out ``[B, H, D]``; other rows are unchanged."""
+    """Combine the partial results of split rows into out ``[B, H, D]``; whole rows are left unchanged.
+
+    dependent: the launch mode, as in ``launch_options``.
+    """
     batch, n_heads, head_dim = out.shape
     padded = triton.next_power_of_2(head_dim)
     parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))

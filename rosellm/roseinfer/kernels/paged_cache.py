@@ -20,7 +20,11 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class PagedCache(NamedTuple):
-    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of one layer; stride: elements between blocks."""
+    """The paged cache of one layer.
+
+    k, v: keys and values, ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]``.
+    stride: elements from one block to the next.
+    """
 
     k: Tensor
     v: Tensor
@@ -28,7 +32,13 @@ class PagedCache(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """New tokens: q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: elements between rows."""
+    """The new tokens of a step, for one layer.
+
+    q: ``[N, H, D]``.
+    k, v: ``[N, H_KV, D]``.
+    q_stride: elements from one row of q to the next.
+    kv_stride: elements from one row of k, or of v, to the next.
+    """
 
     q: Tensor
     k: Tensor
@@ -38,7 +48,15 @@ class NewTokens(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Query heads, KV heads, query heads per KV head, head size, its next power of two, block size."""
+    """The sizes of one layer's attention.
+
+    H: number of query heads.
+    H_KV: number of KV heads.
+    GROUP: query heads per KV head.
+    D: head size.
+    D_PADDED: head size, rounded up to a power of two.
+    BLOCK_SIZE: slots per block.
+    """
 
     H: int
     H_KV: int
@@ -49,7 +67,13 @@ class AttentionShape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a decode step: block table ``[N, MAX_BLOCKS]`` and cached tokens ``[N]``, with row strides."""
+    """The rows of a decode step.
+
+    table: ``[N, MAX_BLOCKS]``, the block table.
+    table_stride: elements from one row of the table to the next.
+    positions: ``[N]``, the number of cached tokens per row.
+    position_stride: elements from one position to the next.
+    """
 
     table: Tensor
     table_stride: int
@@ -60,7 +84,10 @@ class Rows(NamedTuple):
 def layer_arguments(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
 ) -> tuple[NewTokens, PagedCache, AttentionShape]:
-    """Bundle a layer's tensors into launch arguments of an attention kernel; smallest: least D_PADDED."""
+    """Bundle a layer's tensors into the arguments of an attention kernel.
+
+    smallest: lower bound on ``D_PADDED``, the padded head size (``tl.dot`` needs at least 16).
+    """
     _, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
     padded = max(smallest, triton.next_power_of_2(head_dim))
@@ -70,14 +97,17 @@ def layer_arguments(
 
 
 def dot_dtype(q: Tensor):
-    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
+    """Return the operand dtype of GEMMs: q's on a GPU, and fp32 in Triton's interpreter.
+
+    The interpreter computes wrong results for bf16 GEMMs.
+    """
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 
 def described_rows(cache: PagedCache, rows: int):
     """Return TMA descriptors of keys and values that copy ``rows`` consecutive slots of a head at a time.
 
-    Slot s of a head and block is at row ``(block * H_KV + head) * BLOCK_SIZE + s`` of the descriptors.
+    Slot s of a block, for a head, is row ``(block * H_KV + head) * BLOCK_SIZE + s`` of the descriptors.
     """
     head_dim = cache.k.shape[3]
     return tuple(
@@ -92,20 +122,23 @@ def rows_of(block_table: Tensor, positions: Tensor) -> Rows:
 
 @triton.jit
 def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
-    """Return the offset of a token's key and value for one head, in elements."""
+    """Return the offset of a slot's key and value for one head, in elements."""
     return block.to(tl.int64) * cache.stride + kv_head * shape.BLOCK_SIZE * shape.D + slot * shape.D
 
 
 @triton.jit
 def are_seen(start, first, stop, tiling: tl.constexpr):
-    """Return which tokens of the tile at ``start`` are at ``first`` to ``stop`` (exclusive), ``[TILE]``."""
+    """Return which tokens ``[TILE]`` of the tile at ``start`` are attended to: ``first`` to ``stop`` - 1."""
     token = start + tl.arange(0, tiling.TILE)
     return (token >= first) & (token < stop) if tiling.WINDOW else token < stop
 
 
 @triton.jit
 def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr):
-    """Return a tile's block, or its tokens' blocks ``[TILE]`` if tiles cross blocks; 0 from ``stop`` on."""
+    """Return the block of a tile, or the blocks ``[TILE]`` of its tokens if tiles may cross blocks.
+
+    table_ptr: the sequence's row of the block table. Blocks of tokens from ``stop`` on are 0.
+    """
     token = start
     if shape.BLOCK_SIZE % tiling.TILE != 0:
         token = start + tl.arange(0, tiling.TILE)
@@ -127,7 +160,10 @@ def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.c
 
 @triton.jit
 def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Load keys and values ``[TILE, D]`` of a tile; zero for tokens before ``first`` or from ``stop`` on."""
+    """Load keys and values ``[TILE, D]`` of the tile at token ``start``; 0 outside the attended tokens.
+
+    Those are tokens ``first`` to ``stop`` - 1.
+    """
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
     mask = are_seen(start, first, stop, tiling)[:, None] & loaded
@@ -157,6 +193,9 @@ def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constex
 
 @triton.jit
 def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """Store one token's key and value ``[D]`` for one head, in the block that the sequence's table gives."""
+    """Store one token's key and value ``[D]`` for one head, in the block that the sequence's table gives.
+
+    table_ptr: the sequence's row of the block table.
+    """
     block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
     store_token(cache, block, position, kv_head, k_new, v_new, shape)

@@ -1,8 +1,8 @@
 """All-reduce, residual and norm in one kernel, over memory that the ranks share: reference and kernel.
 
-Each rank stores its partial sums where the others can read them, and sets flags; each rank then adds all
-partial sums in rank order, so that all get the same bits ("one shot": every rank reads everything). Each
-program handles one row and waits only for that row's programs on the other ranks.
+Each rank stores its partial sums where the other ranks can read them, and sets flags. It then adds all
+partial sums in rank order, so that all ranks obtain the same bits ("one shot": every rank reads everything).
+Each program handles one row and waits only for that row's programs on the other ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
 
 
 def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
-    """Apply ``norm.add_norm_ref`` to all ranks' partial sums ``[ranks, M, C]`` (torch reference)."""
+    """Add all ranks' partial sums ``[ranks, M, C]`` to x, and return the norm of x (torch reference).
+
+    norm: the other arguments of ``norm.add_norm_ref``.
+    """
     return add_norm_ref(x=x, delta=partial, **norm)
 
 
 @triton.jit
 def rows_of(address, rows_at, like_ptr):
-    """Return a pointer to rows in a rank's memory, of like_ptr's type and marked as aligned to 16 bytes."""
+    """Return a pointer to the rows in a rank's memory, of the type of like_ptr and marked as 16-byte-aligned.
+
+    address: the start of the rank's memory. rows_at: byte offset of the rows.
+    """
     return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
@@ -54,7 +60,11 @@ def _sum_add_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr,
     SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All-reduce, add and normalise one row per program; flags_at, rows_at: byte offsets in ranks' memory."""
+    """All-reduce, add and normalise one row per program.
+
+    addresses_ptr: ``[RANKS]``, the address of each rank's shared memory.
+    flags_at, rows_at: byte offsets of flags and rows in each rank's memory.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -91,11 +101,15 @@ def _sum_add_norm_kernel(
 
 
 def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False) -> Callable[..., Tensor]:
-    """Return a kernel like ``norm.add_norm`` that all-reduces ``delta [1, M, C]``, a rank's partial sum.
+    """Return a function like ``norm.add_norm`` that first all-reduces ``delta``, in the same kernel.
 
-    M is at most ``most_rows``, and all tensors must be contiguous. All ranks must make the same calls, and an
-    even number of them in any captured graph, because the halves of the shared memory alternate. peers:
-    shared memory of the size that :func:`peer_bytes` returns for ``most_rows`` rows.
+    peers: shared memory of the size that :func:`peer_bytes` returns for ``most_rows`` rows.
+    most_rows: maximum of M in a call.
+    dependent: the launch mode, as in ``launch_options``.
+
+    Each rank passes its partial sum ``[1, M, C]`` as ``delta``; all tensors must be contiguous. All ranks
+    must make the same calls, and an even number of them in any captured graph, because the two halves of the
+    shared memory alternate.
     """
     launch, turn = launch_options(dependent), [0]
     rank, n_ranks = peers.part.rank, peers.part.size

@@ -12,9 +12,10 @@ ROLES = {"_count_tokens_kernel": "sampling"}
 
 
 def count_tokens_ref(*, state: DeviceState, table: Tensor) -> None:
-    """Count each row's last token in ``table [S, V]`` int32 (``TokenCounts``; torch reference).
+    """Add each state row's last token to the row's token counts (torch reference).
 
-    Only rows that have counts and whose last token is output, not prompt, are counted; inert rows are not.
+    table: ``[S, V]`` int32, the counts, as in ``TokenCounts``. Rows without counts, rows whose last token
+    belongs to the prompt, and inert rows are skipped.
     """
     rows = (state.counts > 0) & (state.positions >= state.prompts)
     table[(state.counts[rows] - 1).long(), state.tokens[rows].long()] += 2
@@ -25,7 +26,7 @@ def _count_tokens_kernel(
     tokens_ptr, positions_ptr, prompts_ptr, counts_ptr, table_ptr, state_stride, table_stride,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Count one row's last token per program; no two rows share counts."""
+    """Count one state row's last token per program; no two rows share counts."""
     row = tl.program_id(0) * state_stride
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
@@ -37,7 +38,7 @@ def _count_tokens_kernel(
 
 
 def count_tokens(*, state: DeviceState, table: Tensor, dependent: int = False) -> None:
-    """Count each row's last token as :func:`count_tokens_ref` does, in Triton."""
+    """Count each state row's last token as :func:`count_tokens_ref` does, in Triton."""
     columns = state.tokens, state.positions, state.prompts, state.counts
     _count_tokens_kernel[(len(state.rows),)](
         *columns, table, state.tokens.stride(0), table.stride(0), num_warps=1, **launch_options(dependent)

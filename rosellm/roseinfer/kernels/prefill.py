@@ -38,7 +38,7 @@ from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M = 64  # queries per tile
-PROGRAMS_OF_SM = 2  # concurrent programs: with heads of 128, each takes 113 of the SM's 228 KiB
+PROGRAMS_OF_SM = 2  # concurrent programs per SM: with heads of size 128, each takes 113 of the SM's 228 KiB
 
 
 def prefill_attention_ref(
@@ -55,10 +55,15 @@ def prefill_attention_ref(
 ) -> Tensor:
     """Attend with new prompt tokens, and store their keys and values (torch reference, in fp32 arithmetic).
 
-    q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
-    sequence's blocks may hold anything) → ``[N, H, D]`` in q's dtype. k_new and v_new are stored in the
-    caches. Tokens past those of the tiles are padding, whose outputs are undefined. scale: factor on the
-    scores. window: number of tokens that each query attends to, including its own; None: all before it.
+    q: ``[N, H, D]``.
+    k_new, v_new: ``[N, H_kv, D]``, which are stored in the caches.
+    k_cache_layer, v_cache_layer: the layer's caches.
+    block_table: ``[rows, W]`` int32; entries past a sequence's blocks may hold anything.
+    tiles: the sequences' tiles. Tokens past the last tile are padding, whose outputs are undefined.
+    scale: factor on the scores.
+    window: number of tokens that each query attends to, including its own; None for all up to its own.
+
+    Returns ``[N, H, D]`` in q's dtype.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -75,7 +80,7 @@ def prefill_attention_ref(
 
 
 def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
-    """Return first packed row, count, start and table row of each sequence, in packed order."""
+    """Return each sequence's first packed row, number of new tokens, start and table row, in packed order."""
     counts: dict[tuple[int, int, int], int] = {}
     for _, n_rows, _, first, start, row, piece, _ in tiles.columns.T.tolist():
         if piece == 0:
@@ -94,7 +99,10 @@ def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
 
 
 def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
-    """Append the new tokens ``[T, H_kv, D]`` to ``start`` cached ones → ``[H_kv, start + T, D]`` in fp32."""
+    """Append the new tokens ``[T, H_kv, D]`` to ``start`` cached ones → ``[H_kv, start + T, D]`` in fp32.
+
+    blocks: the sequence's blocks that hold the cached tokens.
+    """
     cached = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :start]  # [H_kv, start, D]
     return torch.cat((cached, new.transpose(0, 1)), dim=1).float()
 
@@ -102,7 +110,10 @@ def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tens
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None
 ) -> Tensor:
-    """Attend with q ``[H, T, D]`` to k and v ``[H_kv, start + T, D]``; token t sees keys up to start + t."""
+    """Attend causally with q ``[H, T, D]`` to k and v ``[H_kv, start + T, D]`` (fp32).
+
+    Query t attends to keys up to ``start + t``; with a window, only to the last ``window`` of them.
+    """
     mask = None
     if start or window is not None:
         key = torch.arange(k.shape[1], device=q.device)
@@ -111,7 +122,13 @@ def _causal_attention(
 
 
 class Launch(NamedTuple):
-    """A launch configuration of prefill attention: keys per tile, warps, stages, query heads per program."""
+    """A launch configuration of prefill attention.
+
+    block_n: keys per tile.
+    num_warps: warps per program.
+    num_stages: pipeline stages.
+    heads: query heads per program.
+    """
 
     block_n: int
     num_warps: int
@@ -120,28 +137,35 @@ class Launch(NamedTuple):
 
 
 def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """Return the fastest launch configuration on an H200 for ``group`` query heads per KV head.
+    """Return the launch configuration that is fastest on an H200 for ``group`` query heads per KV head.
 
     Tiles have 64 keys, or 16 in fp32: sums then have the same order for any chunks and cached prefixes that
-    are multiples of 64 tokens. With heads of size 64, a program has registers for two of them, and then reads
-    keys and values from the L2 cache half as often.
+    are multiples of 64 tokens. With heads of size 64, a program has registers for two query heads, and keys
+    and values are then read from the L2 cache half as often.
     """
     return Launch(*best("prefill", bits=8 * dtype.itemsize, head_dim=head_dim, group=group))
 
 
 def room_for(dtype: torch.dtype, head_dim: int, n_heads: int, group: int, num_sms: int) -> int:
-    """Return how many tiles (or pieces), with all their heads, run at once on a GPU with ``num_sms`` SMs."""
+    """Return how many tiles, with all of their query heads, can run at once on a GPU with ``num_sms`` SMs.
+
+    A piece of a split tile counts as a tile. group: query heads per KV head.
+    """
     together = math.gcd(launch_for(dtype, head_dim, group).heads, group)
     return PROGRAMS_OF_SM * num_sms * together // n_heads
 
 
 @triton.jit
 def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Add one tile of keys to the online softmax (Milakov & Gimelshein 2018), in base 2.
+    """Add one tile of keys to the online softmax (Milakov & Gimelshein 2018), in base 2; return its state.
 
-    q ``[ROWS, D]``, k and v ``[BLOCK_N, D]``; key ``[BLOCK_N]`` and query ``[ROWS]``: positions, compared if
-    CAUSAL or with a window. m_i and l_i ``[ROWS]``, acc ``[ROWS, D]``: running maximum of scaled scores, sum
-    of weights and weighted sum of values.
+    q: ``[ROWS, D]``.
+    k, v: ``[BLOCK_N, D]``.
+    key, query: ``[BLOCK_N]`` and ``[ROWS]``, positions, which are compared if CAUSAL or with a window.
+    m_i: ``[ROWS]``, running maximum of the scaled scores.
+    l_i: ``[ROWS]``, running sum of weights.
+    acc: ``[ROWS, D]``, running weighted sum of values.
+    scale_log2: factor on the scores, times log2(e).
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAUSAL:
@@ -160,7 +184,10 @@ def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr
 
 @triton.jit
 def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Load keys and values ``[BLOCK_N, D]`` at offsets ``place``; 0 past D and, if MASKED, where not held."""
+    """Load keys and values ``[BLOCK_N, D]`` at offsets ``place``.
+
+    Both are 0 past D and, if MASKED, in rows where ``held`` is false.
+    """
     if shape.D == shape.D_PADDED and not MASKED:
         return tl.load(source.k + place), tl.load(source.v + place)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
@@ -173,7 +200,10 @@ def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Load cached keys and values ``[BLOCK_N, D]`` at positions ``key``; if MASKED, 0 from ``start`` on."""
+    """Load the cached keys and values ``[BLOCK_N, D]`` of the tokens at positions ``key``.
+
+    If MASKED, they are 0 at positions from ``start`` on, which are not cached.
+    """
     held = key < start
     if MASKED:
         block = tl.load(table_ptr + key // shape.BLOCK_SIZE, mask=held, other=0)
@@ -185,7 +215,7 @@ def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MAS
 
 @triton.jit
 def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.constexpr):
-    """Store keys and values ``[BLOCK_N, D]`` in the slots of positions ``place`` where ``stored``."""
+    """Store keys and values ``[BLOCK_N, D]`` in the slots of positions ``place``, where ``stored``."""
     d = tl.arange(0, shape.D_PADDED)
     block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
     slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
@@ -205,11 +235,14 @@ def _prefill_attention_kernel(
 ):  # fmt: skip
     """Attend with HEADS query heads of a tile per program: to the prefix, earlier new tokens, and the tile.
 
-    The HEADS x BLOCK_M rows, one head after another, are multiplied by the same keys. The first program of a
-    group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor compared
-    with positions; loops of few iterations are not pipelined, which would only cost registers. With
-    ``partial``, the keys before a tile may be split among several programs, in whole tiles of keys. Each
-    takes the cached keys of its share; the last also takes all other keys, and it alone stores the new ones.
+    The HEADS x BLOCK_M rows, one head after another, are multiplied by the same keys. Of the programs of one
+    KV head, the first stores the tile's keys and values. Tiles of keys to which all rows attend are neither
+    masked nor compared with positions; loops of few iterations are not pipelined, which would only cost
+    registers.
+
+    If ``partial`` is given, the keys before a tile may be split among several programs, in whole tiles of
+    keys. Each program processes the cached keys of its share; the last program also processes all other keys,
+    and it alone stores the new ones.
     """
     ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
@@ -309,16 +342,22 @@ def prefill_attention(
 ) -> Tensor:  # fmt: skip
     """Compute :func:`prefill_attention_ref` in Triton, as FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 
-    Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
-    does not divide the group) by tiles of ``launch.block_n`` keys; all are powers of two. launch: by default
-    the result of :func:`launch_for`. Raises ``OptionError`` unless block_n divides the tiles' size.
+    q, k_new, v_new: may be slices of a fused projection (strided rows, contiguous ``[H, D]``; k_new and v_new
+        with one stride).
+    k_cache_layer, v_cache_layer: contiguous. No two new tokens may share a slot, and no new token may use a
+        slot of a prefix that is read.
+    block_table: each row is contiguous.
+    tiles: like block_table, written at least two kernels earlier.
+    scale: must be positive.
+    dependent: the launch mode, as in ``launch_options``.
+    launch: by default the result of :func:`launch_for`. Raises ``OptionError`` unless ``block_n`` is at least
+        16 and divides ``tiles.size``.
 
-    Caches and block_table rows are contiguous. q, k_new and v_new may be slices of a fused projection (rows
-    strided, ``[H, D]`` contiguous, k_new and v_new alike). All have one dtype, and scale is positive. tiles
-    and block_table must have been written at least two kernels earlier. No two new tokens may share a slot,
-    and no new token may use a slot of a prefix that is read. Slots are written in no particular order:
-    programs read new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores, those of
-    fp32 in full fp32; the softmax is always fp32.
+    Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
+    does not divide the group) by tiles of ``launch.block_n`` keys; all three are powers of two. All tensors
+    have one dtype, except for block_table and tiles. Slots are written in no particular order: programs read
+    new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores, and those of fp32 in
+    full precision; the softmax is always fp32.
     """
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
     block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)
@@ -346,7 +385,7 @@ def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
     """Return TMA descriptors of keys and values, ``rows`` tokens of one head at a time, or (None, None).
 
     TMA cannot be used for fp32, whose GEMMs take their operands from registers, or if the head size is not a
-    power of two, because a head's last tile would overlap the next head.
+    power of two, because the padded copy of a head would overlap the next head.
     """
     if k.dtype == torch.float32 or shape.D != shape.D_PADDED:
         return None, None

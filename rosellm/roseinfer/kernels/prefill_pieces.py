@@ -18,7 +18,10 @@ ROWS, PARTS = 4, 4  # queries per program, and partial results of each that are 
 
 @triton.jit
 def store_piece(partial, row, stored, m_i, l_i, acc, shape: tl.constexpr):
-    """Store a piece's maxima and sums ``[ROWS]`` and value sums ``[ROWS, D]`` at ``row`` where ``stored``."""
+    """Store a piece's partial results at the indices ``row [ROWS]``, where ``stored`` is true.
+
+    m_i, l_i: ``[ROWS]``, maxima and sums of weights. acc: ``[ROWS, D]``, weighted sums of values.
+    """
     d = tl.arange(0, shape.D_PADDED)[None, :]
     tl.store(partial.m_i + row, m_i, mask=stored)
     tl.store(partial.l_i + row, l_i, mask=stored)
@@ -30,9 +33,10 @@ def _combine_tiles_kernel(
     out_ptr, partial, tiles_ptr, tiles_stride, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of one query head and ROWS queries per program.
+    """Combine the partial results of one query head and ROWS queries of a tile per program.
 
-    Programs of later pieces do nothing. A piece with no key in a query's window has a maximum of -inf.
+    Of a tile's programs, only those of its first piece do the work. A piece with no key in a query's window
+    has a maximum of -inf.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,9 +75,10 @@ def _combine_tiles_kernel(
 
 
 def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles, dependent: int = False) -> None:
-    """Combine the results of tiles with several pieces into out ``[N, H, D]``; other rows are unchanged.
+    """Combine the partial results of split tiles into out ``[N, H, D]``; rows of other tiles are unchanged.
 
-    The partial result of row i of a tile, for the piece in column p, is at index ``p * size + i``.
+    The partial result of row i of a tile, for the piece in column p, is at index ``p * size + i``. dependent:
+    the launch mode, as in ``launch_options``.
     """
     (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
     _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](

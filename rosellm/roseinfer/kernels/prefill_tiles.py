@@ -2,8 +2,8 @@
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
 ``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of a
-GPU idle, so the keys of such a tile may be split, too: the tile's pieces run in separate programs, whose
-partial results are combined (:mod:`prefill_pieces`).
+GPU idle, so the keys of such a tile may be split, too, into pieces: separate programs compute one piece each,
+and their partial results are combined (:mod:`prefill_pieces`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
+SECTION_TOKENS = 4096  # 16 MiB of 16-bit keys and values for 8 heads of size 128
 COLUMNS = 8  # integers that describe one program
-LONG_PREFIX = 1024  # cached tokens, below which combining pieces costs more than it saves
-PIECE_KEYS = 16  # keys that a head attends to in the time of combining a piece, on an H200
+LONG_PREFIX = 1024  # cached tokens; below it, combining pieces costs more than it saves
+PIECE_KEYS = 16  # keys to which a head attends while one piece is combined, on an H200
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` the tile size.
+    """The programs of one prefill.
 
-    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: whether each program
-    computes only its piece of a tile; if False, it computes the whole tile, with the same result.
+    columns: the result of :func:`tile_columns`, on the device; its rows may be strided. An empty tile does
+        nothing.
+    size: maximum number of queries per tile.
+    in_pieces: whether a program may compute only one piece of its tile; False if every tile is a single
+        piece.
     """
 
     columns: Tensor
@@ -43,13 +46,18 @@ def pieces_for(
     heads: int,
     window: int | None = None,
 ) -> list[int] | None:
-    """Return the number of pieces into which each sequence's tiles are split, or None if none is split.
+    """Return how many pieces each sequence's tiles are split into, or None if none is split.
 
-    starts, counts: cached and new tokens per sequence. Splitting n keys into p pieces takes the time of n / p
-    keys, plus the time of ``PIECE_KEYS`` keys for each piece of each tile and query head, because these share
-    the GPU's memory; p is optimal at the square root of n / (PIECE_KEYS * tiles * heads). room: programs per
-    query head that run at once; the pieces fill it, with more of them for longer prefixes. heads: query
-    heads. window: number of tokens that each query attends to.
+    starts, counts: cached and new tokens per sequence.
+    tile_size: queries per tile.
+    room: programs per query head that can run at once; what one program per tile leaves free is shared out in
+        proportion to prefix length.
+    heads: number of query heads.
+    window: number of tokens that each query attends to; None for all.
+
+    Prefixes below ``LONG_PREFIX`` are not split. With n keys in p pieces, the cost, in the time of one key,
+    is n / p, plus ``PIECE_KEYS * p * tiles * heads`` to combine the pieces, since all programs share the
+    memory bandwidth. The optimum is p = sqrt(n / (PIECE_KEYS * tiles * heads)).
     """
     if max(starts, default=0) < LONG_PREFIX:
         return None
@@ -67,14 +75,24 @@ def pieces_for(
 def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarray:
     """Split sequences into tiles of at most ``tile_size`` new tokens → ``[COLUMNS, n]`` int32, on the host.
 
-    starts and counts: cached and new tokens per sequence, in packed order; rows: their rows of the block
-    table, None for 0, 1, 2 …; pieces: number of pieces of each sequence's tiles, None for 1. A column
-    describes one piece of a tile: the tile's first packed row, its number of rows, the position of its first
-    token in the sequence, the sequence's first packed row, its start, its table row, the index of the piece,
-    and the tile's number of pieces, whose columns are adjacent.
+    starts, counts: cached and new tokens per sequence, in packed order.
+    rows: the sequences' rows of the block table; None for 0, 1, 2 …
+    tile_size: maximum number of new tokens per tile.
+    pieces: number of pieces of each sequence's tiles; None for 1.
+
+    A column describes one piece of a tile, in eight integers:
+
+    0: the tile's first packed row.
+    1: its number of rows.
+    2: the position of its first token in the sequence.
+    3: the sequence's first packed row.
+    4: the sequence's start.
+    5: the sequence's row of the block table.
+    6: the index of the piece.
+    7: the tile's number of pieces, whose columns are adjacent.
 
     Longer sequences come first, in sections small enough for their keys and values to stay in the L2 cache;
-    within a section, tiles that attend to more tokens come first, so that no long tile runs last.
+    within a section, tiles that attend to more tokens come first, so that no long tile is the last to start.
     """
     if len(counts) == 1 and pieces is None:
         return _columns_of_one(starts[0], counts[0], 0 if rows is None else rows[0], tile_size)
@@ -97,7 +115,10 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
 
 
 def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndarray:
-    """Return :func:`tile_columns` of one sequence, faster: the GPU idles until a lone prompt is launched."""
+    """Return :func:`tile_columns` of one sequence, in less time.
+
+    A lone prompt's launch waits for this, while the GPU is idle.
+    """
     before = np.arange(0, count, tile_size, dtype=np.int32)[::-1]
     columns = np.empty((COLUMNS, len(before)), np.int32)
     columns[0] = before
@@ -108,12 +129,15 @@ def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndar
 
 
 def _firsts(sizes: np.ndarray) -> np.ndarray:
-    """Return the start of each span, for consecutive spans of these sizes."""
+    """Return the index at which each of several consecutive spans of the given sizes starts."""
     return sizes.cumsum() - sizes
 
 
 def _sections(lengths: np.ndarray) -> np.ndarray:
-    """Return each sequence's section; sections of about SECTION_TOKENS tokens are filled longest first."""
+    """Return the index of each sequence's section.
+
+    Sections of about ``SECTION_TOKENS`` tokens are filled in order, longest sequences first.
+    """
     order = (-lengths).argsort(kind="stable")
     sections = np.empty_like(lengths)
     sections[order] = _firsts(lengths[order]) // SECTION_TOKENS
@@ -121,6 +145,6 @@ def _sections(lengths: np.ndarray) -> np.ndarray:
 
 
 def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str, pieces=None) -> Tiles:
-    """Build the tiles of :func:`tile_columns` and send them to ``device`` in one copy."""
+    """Build the tiles of :func:`tile_columns`, and send them to ``device`` in one copy."""
     columns = torch.from_numpy(tile_columns(starts, counts, rows, tile_size, pieces)).to(device)
     return Tiles(columns, tile_size, pieces is not None)

@@ -20,14 +20,17 @@ WARPS = 4
 def position_heads_ref(*, q: Tensor, k: Tensor, positions: Tensor, rotary: Rotary) -> None:
     """Normalise and rotate q ``[N, H, D]`` and k ``[N, H_kv, D]`` in place (torch reference).
 
-    positions ``[N]`` int32: the tokens' positions; negative ones, of inert rows, count as 0.
+    positions: ``[N]`` int32, the tokens' positions; a negative one, of an inert row, counts as 0.
     """
     for heads, norm in ((q, rotary.q_norm), (k, rotary.k_norm)):
         heads.copy_(positioned_ref(heads, norm, positions, rotary))
 
 
 def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Return heads ``[N, H, D]`` normalised with weights ``norm`` and rotated, in fp32, then cast back."""
+    """Return heads ``[N, H, D]`` after norm and rotation, computed in fp32, in their dtype.
+
+    norm: the norm's weights ``[D]``; None to rotate only.
+    """
     wide = heads.float()
     if norm is not None:
         wide = F.rms_norm(wide, norm.shape, norm.float(), rotary.eps)
@@ -36,7 +39,10 @@ def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary
 
 @triton.jit
 def load_angles(rotary, position, shape: tl.constexpr):
-    """Return cosines and signed sines ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
+    """Return cosines and signed sines ``[1, D]`` of a position; zeros if rotary is None.
+
+    A rotated head is ``x * cos + swapped * sin``, where swapped is x with its halves exchanged.
+    """
     D: tl.constexpr = shape.D_PADDED
     d = tl.arange(0, D)[None, :]
     if rotary is None:
@@ -53,9 +59,9 @@ def load_angles(rotary, position, shape: tl.constexpr):
 
 @triton.jit
 def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
-    """Load adjacent heads ``[ROWS, D]`` and, if rotary is given, the same heads with their halves swapped.
+    """Load ``count`` adjacent heads, padded with zeros to ``[ROWS, D]``, as a pair of tensors.
 
-    Rows from ``count`` on are zero.
+    In the second tensor, the halves of each head are swapped; without rotary, it equals the first.
     """
     m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
@@ -69,7 +75,10 @@ def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def positioned(heads, norm, rotary, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
-    """Return normalised and rotated heads in their dtype; heads and norm are pairs of :func:`load_heads`."""
+    """Return heads after norm (if NORMS) and rotation, in their dtype; unchanged if rotary is None.
+
+    heads and norm: pairs from :func:`load_heads`. cos and sin: from :func:`load_angles`.
+    """
     x, swapped = heads
     dtype: tl.constexpr = x.dtype
     if rotary is not None:
@@ -87,7 +96,10 @@ def _position(
     heads_ptr, norm_ptr, cos, sin, eps, H: tl.constexpr, H_PADDED: tl.constexpr, D: tl.constexpr,
     HALF_PADDED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate heads in place; no barrier is needed, since one thread handles each element."""
+    """Normalise (if NORM) and rotate the heads of one row in place.
+
+    No barrier is needed between loads and stores, since one thread handles each element.
+    """
     head = tl.arange(0, H_PADDED)[:, None]
     d = tl.arange(0, HALF_PADDED)
     inside = (head < H) & (d < D // 2)[None, :]

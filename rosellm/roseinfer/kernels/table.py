@@ -44,7 +44,7 @@ ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.RO
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation, Triton or torch, of every device function that an engine calls."""
+    """One implementation, in Triton or torch, of every device function that an engine calls."""
 
     name: str
     paged_attention_decode: Callable[..., torch.Tensor]
@@ -71,7 +71,7 @@ class Kernels:
 def triton_kernels(dependent: int) -> Kernels:
     """Return the Triton kernels.
 
-    dependent: the launch mode of kernels of the GPU-resident step, as in ``launch_options``.
+    dependent: the launch mode, as in ``launch_options``, of the kernels of a GPU-resident step.
     """
     step: dict[str, Callable[..., Any]] = {
         "prefill_attention": prefill.prefill_attention,
@@ -128,8 +128,10 @@ TORCH = Kernels(
 def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
     """Return the kernels called ``triton``, ``torch`` or ``auto`` (Triton on a GPU or if autotuned).
 
-    A given ``Kernels`` is returned as it is. launch: "fixed", "dependent" or "autotuned". Raises
-    ``RecipeError`` for an unknown name, or if the kernels cannot run on the device.
+    name: one of these names, or ``Kernels``, which are returned unchanged.
+    launch: "fixed", "dependent" (programmatic dependent launch, on a GPU) or "autotuned".
+
+    Raises ``RecipeError`` for an unknown name, or if the kernels cannot run on the device.
     """
     if isinstance(name, Kernels):
         return name
@@ -157,6 +159,9 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
 
 
 def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """Replace Triton's timer in the interpreter, where all configurations cost the same: run once."""
+    """Stand in for Triton's ``do_bench`` in the interpreter, where timing is meaningless.
+
+    Calls ``run`` once, and returns the same time for every configuration.
+    """
     run()
     return [1.0] * len(quantiles)

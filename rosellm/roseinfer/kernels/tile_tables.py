@@ -1,8 +1,8 @@
 """Tile shapes as data: the fastest ones for each kernel and size on an H200; every GPU uses them.
 
 ``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
-whose conditions hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with
-numbers. The shapes were chosen by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
+whose conditions all hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with a
+number. The shapes were chosen by timing whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
 Llama-3.1-8B.
 """
 
@@ -21,7 +21,14 @@ COMBINED = {"/": operator.truediv, "*": operator.mul, "%": operator.mod}
 
 
 class Condition(NamedTuple):
-    """A bound on the size ``first``, or on its combination with ``second``, which is a size or a number."""
+    """A bound on a size, or on two combined.
+
+    first: name of the size.
+    combine: the operation on ``first`` and ``second``; None to compare ``first`` alone.
+    second: name of another size, or a number as text.
+    compare: the comparison with ``bound``.
+    bound: the number to compare with.
+    """
 
     first: str
     combine: Callable[[float, float], float] | None
@@ -38,7 +45,10 @@ class Condition(NamedTuple):
 
 @lru_cache(4096)
 def best(table: str, **sizes: float) -> tuple[Any, ...]:
-    """Return the values of the first rule of ``table`` whose conditions hold, in the order of its columns."""
+    """Return the values of the first rule of ``table`` whose conditions hold, in the order of the columns.
+
+    sizes: the named sizes that the table's conditions use.
+    """
     return next(values for conditions, values in _tables()[table] if all(c.holds(sizes) for c in conditions))
 
 

@@ -20,16 +20,21 @@ from rosellm.roseinfer.kernels.table import Kernels
 
 
 class Binder(ABC):
-    """A builder of attention functions for the rows of a state; they also append to the paged cache."""
+    """A builder of attention functions, each for the rows of a device state.
+
+    The functions also write new keys and values to the paged cache ``blocks``.
+    """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         self.kernels, self.blocks, self.model = kernels, blocks, model
         self.config = model.config
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """Return the kernel variant for ``rows`` rows of at most ``longest`` cached tokens.
+        """Return the name of the kernel variant to use; each variant has its own graphs.
 
-        Each variant has its own graphs. mean: average cached tokens per row.
+        rows: number of rows in the step.
+        longest: maximum number of cached tokens of a row.
+        mean: average number of cached tokens per row.
         """
         return ""  # a single variant
 
@@ -39,7 +44,15 @@ class Binder(ABC):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by one kernel that also rotates and appends; holds all inputs but a layer's q, k, v."""
+    """An ``Attend`` by one kernel, which also rotates q and k and appends k and v to the cache.
+
+    kernel: called like ``attention.append_and_attend``.
+    plan: the plan of the step.
+    blocks: the paged cache.
+    state: the rows of the step.
+    scale: factor on the scores.
+    rotary: each layer's rotation and norms of q and k; None for a layer that has neither.
+    """
 
     kernel: Callable[..., Tensor]
     plan: Plan
@@ -65,7 +78,10 @@ class PagedAttention:
 
 
 class AppendAndAttend(Binder):
-    """A binder whose kernel rotates, appends and attends; each program reads a row's whole context."""
+    """A binder whose kernel rotates, appends and attends; each program reads a row's whole context.
+
+    choose: returns the launch variant, like ``attention_plan.variant_for``.
+    """
 
     choose: Callable[..., Variant] = staticmethod(whole_rows)
 
@@ -112,7 +128,10 @@ BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {
 
 
 def build_binder(attention: str, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> Binder:
-    """Return the binder for a recipe's ``attention``, or the one for the torch reference."""
+    """Return the binder for a recipe's ``attention``, "paged" or "split".
+
+    If the kernels are the torch references, the binder is a :class:`TorchAppendAndAttend`.
+    """
     if kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
     return BINDERS[attention](kernels, blocks, model)

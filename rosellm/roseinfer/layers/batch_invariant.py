@@ -44,7 +44,7 @@ GROUP = 16  # rows per GEMM on a CPU
 
 
 def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
-    """Return tile sizes, warps and stages that use one matrix instruction for any number of rows.
+    """Return a GEMM's tile sizes, warps and stages; any number of rows uses the same matrix instruction.
 
     The instruction takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
     """
@@ -52,10 +52,10 @@ def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> S
 
 
 def head_shape(table: str, rows: int, dtype: torch.dtype) -> Shape:
-    """Return the LM head's tile sizes, warps and stages, with one matrix instruction for any number of rows.
+    """Return the LM head's tile sizes, warps and stages; any number of rows uses the same matrix instruction.
 
-    table: the name in ``tile_tables``. A filtered row's masses are sums over a tile's columns, so tiles
-    always have the same number of columns.
+    table: the name of a table in ``tile_tables``. A filtered row's masses are sums over a tile's columns, so
+    tiles always have the same number of columns.
     """
     return best(table, rows=rows, bits=8 * dtype.itemsize)
 
@@ -71,7 +71,7 @@ def whole(rows: int, n: int, k: int) -> int:
 
 
 def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
-    """Run ``linear.some_rows_linear_ref`` on ``GROUP`` rows at a time, the last group zero-padded."""
+    """Run ``linear.some_rows_linear_ref`` on ``GROUP`` rows at a time, with zeros added to the last group."""
     groups = F.pad(x, (0, 0, 0, -len(x) % GROUP)).split(GROUP)
     return torch.cat([some_rows_linear_ref(x=rows, **arguments) for rows in groups], dim=-2)[..., : len(x), :]
 
@@ -104,12 +104,15 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
 
 
 def _copied(own: slice, **new: Tensor) -> dict[str, Any]:
-    """Copy the rows ``own`` of the new tokens into the layout that they would have alone in a batch."""
+    """Copy the rows ``own`` of each tensor into the layout that they would have alone in a batch."""
     return {name: rows[own].clone() for name, rows in new.items()}
 
 
 def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
-    """Return these kernels with a fixed summation order; dependent: whether to use dependent launch."""
+    """Return these kernels with a fixed summation order.
+
+    dependent: whether to use programmatic dependent launch.
+    """
     if kernels.name == "torch":
         return replace(
             kernels,
@@ -157,7 +160,7 @@ def invariant_chooser(model: Transformer, kernels: Kernels, counts: Tensor) -> C
 def invariant_layers(
     model: Transformer, kernels: Kernels
 ) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
-    """Return two functions from the number of rows to the layers: for decode steps, and for prefills."""
+    """Return two functions, each from a number of rows to the layers: for decode steps, and for prefills."""
     decode, prefill = (
         FusedLayers(model, SomeRowsProducts(model, kernels, parts), kernels)
         for parts in (decode_parts, whole)

@@ -34,8 +34,8 @@ def mode_of(params: list[SamplingParams]) -> str:
 class Chooser(ABC):
     """A map from final hidden states ``[n, C]`` to the next tokens, with all randomness on the device.
 
-    modes: the values that :meth:`mode` may return; a step is captured per mode. logits: a function from
-    hidden states to the full logits ``[n, V]``.
+    modes: the values that :meth:`mode` may return; a step is captured separately for each.
+    logits: a function from hidden states to the full logits ``[n, V]``.
     """
 
     modes: tuple[str, ...] = MODES
@@ -47,13 +47,17 @@ class Chooser(ABC):
 
     @abstractmethod
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """Return values and indices as ``advance.advance`` takes them; state has the same rows as hidden."""
+        """Return the arguments ``values`` and ``indices`` for ``advance.advance``.
+
+        state: a device state of n rows, one per row of hidden. mode: a result of :meth:`mode`.
+        """
 
 
 class LogitsChooser(Chooser):
     """A chooser that computes all logits, then an argmax, or a draw if any request is not greedy.
 
-    counts ``[S, V]``: the tokens that penalised requests have seen, encoded as in ``token_counts``.
+    logits: a function from hidden states to the full logits.
+    counts: ``[S, V]`` int32, the tokens that penalised requests have seen, encoded as in ``token_counts``.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: Tensor) -> None:
@@ -75,8 +79,9 @@ class FusedChooser(Chooser):
     """A chooser whose head stores only the best token of each tile, and the logits of filtered rows.
 
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
-    request them, are fp32 sums, like the logits that tokens are chosen by. Their GEMM also computes the
-    head's padding rows, which are cut off: with GPT-2's odd vocabulary size it could not use aligned stores.
+    request them, are fp32 sums, like the logits by which tokens are chosen. Their GEMM includes the head's
+    padding rows, whose logits are cut off: with GPT-2's odd vocabulary size alone, it could not use aligned
+    stores.
     """
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
@@ -101,7 +106,10 @@ class FusedChooser(Chooser):
 
 @dataclass
 class NextTokens:
-    """A function that chooses tokens and advances the rows that get them (``kernels.advance``)."""
+    """A function that chooses next tokens and advances rows of a device state by them.
+
+    chooser: chooses the tokens. advance: ``kernels.advance``.
+    """
 
     chooser: Chooser
     advance: Callable[..., None]
@@ -109,9 +117,13 @@ class NextTokens:
     def __call__(
         self, hidden: Tensor, settings: DeviceState, mode: str, state: DeviceState, slots: Tensor
     ) -> None:
-        """Choose tokens for hidden ``[n, C]``, and advance the rows ``slots [n]`` int64 of ``state``.
+        """Choose tokens for hidden states, and advance state rows by them.
 
-        settings: n rows of a state, with the sampling parameters of each token.
+        hidden: ``[n, C]``, the final hidden states.
+        settings: a device state of n rows, with the sampling parameters of each token.
+        mode: the chooser's mode.
+        state: the device state to advance.
+        slots: ``[n]`` int64, the rows of ``state`` that receive the tokens.
         """
         values, indices = self.chooser(hidden, settings, mode)
         self.advance(state=state, slots=slots, values=values, indices=indices)
@@ -125,7 +137,10 @@ def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor) -> Chooser:
-    """Return the chooser for a recipe's ``head``; on a CPU, "fused" packs the head's weights for oneDNN."""
+    """Return the chooser for a recipe's ``head``, "logits" or "fused".
+
+    On a CPU, "fused" packs the head's weights for oneDNN.
+    """
     if head == "logits":
         return LogitsChooser(model.logits, kernels, counts)
     if kernels.name == "torch" and can_pack(model):

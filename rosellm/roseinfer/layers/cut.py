@@ -1,4 +1,4 @@
-"""Layers of one tensor-parallel rank: those of a whole model, plus all-reduces.
+"""The layers of one tensor-parallel rank: the same as a whole model's, plus all-reduces.
 
 ``out`` and ``down`` are sharded along their input dimension, so their GEMMs give partial sums, which are
 all-reduced before they are added to the residual (Shoeybi et al. 2019).
@@ -30,7 +30,7 @@ from rosellm.roseinfer.layers.products import (
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
-SUMMED_ROWS = 64  # most rows of a one-shot sum; 512 KB in 16 bits at a width of 4,096
+SUMMED_ROWS = 64  # maximum number of rows of a one-shot sum; 512 KB in 16 bits at a width of 4,096
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -47,7 +47,7 @@ class SummedProjection(nn.Module):
 
 
 def summing(model: Transformer, ranks: Ranks) -> Transformer:
-    """Return a model with the same weights that all-reduces the results of ``out`` and ``down``."""
+    """Return a model with the same weights, in which ``out`` and ``down`` all-reduce their results."""
     whole = _twin(model)
     blocks = nn.ModuleList(_summing_block(block, ranks) for block in model.blocks)
     whole.blocks = cast(Sequence[Block], blocks)
@@ -77,7 +77,10 @@ def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
 
 
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """Return an ``add_norm`` that all-reduces in the same kernel for few rows, by the library for more."""
+    """Return an ``add_norm`` that first all-reduces ``delta``: in the same kernel for up to SUMMED_ROWS rows.
+
+    For more rows, NCCL or gloo all-reduces it.
+    """
     width, itemsize = model.config.d_model, model.dtype.itemsize
     peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
     dependent = kernels is TRITON_DEPENDENT
@@ -112,9 +115,10 @@ SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
 
 
 def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Return which GEMMs are fastest without split-K, which leaves fewer programs per GEMM.
+    """Return which GEMMs are fastest if K is not split into ranges: "few", "some" or "library".
 
-    The thresholds were measured on whole models before they used split-K.
+    Without split-K, a GEMM has fewer programs. The thresholds were measured on whole models before they used
+    split-K. layer_parameters: number of parameters per layer.
     """
     return best("whole_products", rows=rows, parameters=layer_parameters)[0]
 
@@ -124,7 +128,7 @@ def cut_layers(
 ) -> Callable[[int], Layers]:
     """Return a function from the number of rows to one rank's layers, like ``fused.build_layers``.
 
-    All arguments but the last three are fields of a recipe.
+    norm, activation, gemm and all_reduce are fields of a recipe.
     """
     if norm == "separate":
         plain = plain_layers(summing(model, ranks))

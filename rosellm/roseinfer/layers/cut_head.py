@@ -23,7 +23,10 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class GatheredLogits:
-    """A function from hidden states ``[n, C]`` to all logits ``[n, V]``; own: one for this rank's slice."""
+    """A function from hidden states ``[n, C]`` to all logits ``[n, V]``, gathered from all ranks.
+
+    own: a function from hidden states to the logits of this rank's slice of the vocabulary.
+    """
 
     def __init__(self, own: Logits, model: Transformer, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -37,7 +40,10 @@ class GatheredLogits:
 
 
 class CutChooser(LogitsChooser):
-    """A chooser that gathers only each rank's best token, or all logits for filtered or penalised rows."""
+    """A chooser that gathers only each rank's best token, or all logits for filtered or penalised rows.
+
+    own: a function from hidden states to the logits of this rank's slice of the vocabulary.
+    """
 
     def __init__(
         self, model: Transformer, kernels: Kernels, counts: Tensor, own: Logits, ranks: Ranks
@@ -48,7 +54,7 @@ class CutChooser(LogitsChooser):
         self._vocabulary = model.config.vocab_size
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """Return values and indices as ``advance.advance`` takes them, the same on every rank."""
+        """Return the arguments ``values`` and ``indices`` for ``advance.advance``, the same on every rank."""
         if mode == "greedy":
             return self._gathered(*self._likeliest(hidden, state))
         if mode == "drawn":
@@ -56,12 +62,12 @@ class CutChooser(LogitsChooser):
         return super().__call__(hidden, state, mode)
 
     def _likeliest(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """Return best values and tokens of this rank's vocabulary slice, as ``head.best_tokens`` does."""
+        """Return the best values and tokens of this rank's vocabulary slice, as ``head.best_tokens`` does."""
         drawing = {"seeds": state.seeds, "positions": state.positions, "temperature": state.temperatures}
         return self._best(hidden=hidden, weight=self._weight, sampled=False, **drawing)
 
     def _drawn(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """Return best values and tokens of this rank's vocabulary slice, with noise, ``[n, 1]`` each.
+        """Return the best values, with noise, and tokens of this rank's vocabulary slice, ``[n, 1]`` each.
 
         The noise of a token depends on its index in the whole vocabulary.
         """
@@ -74,7 +80,7 @@ class CutChooser(LogitsChooser):
         return values, indices.int()
 
     def _gathered(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather each rank's best value and token: this rank's ``[n, TILES]`` → ``[n, ranks]``."""
+        """Gather the best values and tokens of all ranks: ``[n, TILES]`` of this rank → ``[n, ranks]``."""
         best, tile = values.max(dim=1)
         token = indices.gather(1, tile[:, None])[:, 0] + self._words.start
         gathered = self._ranks.gathered(torch.stack((best.view(torch.int32), token)))  # [ranks, 2, n]

@@ -32,7 +32,7 @@ Layers = Callable[[Tensor, Tensor, Attend], Tensor]
 
 
 def plain_layers(model: Transformer) -> Layers:
-    """Return the model's own layers, which take inert rows to be at position 0."""
+    """Return the model's own layers; inert rows, whose position is negative, are computed at position 0."""
 
     def layers(ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return model.layers(ids, positions.clamp_min(0), attend)
@@ -100,9 +100,10 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Return which GEMMs make whole steps fastest on an H200.
+    """Return which GEMMs make whole steps fastest on an H200: "few", "some" or "library".
 
-    The larger a layer, the fewer the rows up to which fused norms pay and our kernels beat cuBLAS.
+    The larger a layer, the smaller the number of rows up to which fusing norms is worthwhile, and up to which
+    our kernels are faster than cuBLAS. layer_parameters: number of parameters per layer.
     """
     return best("products", rows=rows, parameters=layer_parameters)[0]
 
@@ -110,7 +111,10 @@ def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some",
 def build_layers(
     norm: str, activation: str, gemm: str, model: Transformer, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """Return a function from the number of rows to layers; norm, activation and gemm are recipe fields."""
+    """Return a function from the number of rows to the layers that run them.
+
+    norm, activation and gemm are fields of a recipe.
+    """
     if norm == "separate":
         plain = plain_layers(model)
         return lambda rows: plain

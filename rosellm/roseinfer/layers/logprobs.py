@@ -1,4 +1,4 @@
-"""Logprobs of the chosen and of the most likely tokens, and how requests get them."""
+"""Logprobs of the chosen and of the most likely tokens, and their delivery to requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from rosellm.roseinfer.sampling import MOST_LOGPROBS
 def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the logprobs and ranks of tokens, and the most likely tokens with theirs, as ``[n, W]`` int32.
 
-    logits ``[n, V]`` from the model; tokens ``[n]``, negative if a row has none, whose results are then
-    meaningless. The W words of a row: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order,
-    then the bits of as many fp32 logprobs, then the token's rank: 1 plus the number of likelier tokens.
+    logits: ``[n, V]`` from the model.
+    tokens: ``[n]``; negative in a row without a token, whose results are then meaningless.
+
+    The W integers of a row are as follows, where m is ``MOST_LOGPROBS``, or V if that is less:
+
+    ids, 1 + m integers: the given token, then the m most likely tokens in order.
+    logprobs, 1 + m integers: the bits of these tokens' logprobs in fp32.
+    rank, 1 integer: 1 plus the number of tokens that are more likely than the given one.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     tokens = tokens.long().clamp_min(0)[:, None]
@@ -26,12 +31,15 @@ def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def likely_words(vocab_size: int) -> int:
-    """Return W, the number of words per row that :func:`likely_tokens` returns."""
+    """Return W, the number of 32-bit integers per row that :func:`likely_tokens` returns."""
     return 2 * (1 + min(MOST_LOGPROBS, vocab_size)) + 1
 
 
 def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
-    """Decode words ``[n, W]`` of :func:`likely_tokens` (on the CPU) to each sequence's logprobs, or None."""
+    """Decode the result ``[n, W]`` of :func:`likely_tokens`, on the CPU, to each sequence's logprobs.
+
+    The list has None for a sequence that did not request logprobs.
+    """
     half = (words.shape[1] - 1) // 2
     tokens, ranks = words[:, :half].tolist(), words[:, -1].tolist()
     logprobs = words[:, half:-1].contiguous().view(torch.float32).tolist()
@@ -43,13 +51,13 @@ def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
 
 
 def add_likely(sequences: list[Sequence], likely: list[Likely | None]) -> None:
-    """Append the latest tokens' logprobs to the sequences that requested them."""
+    """Append the logprobs of the latest tokens to the sequences that requested them."""
     for sequence, own in zip(sequences, likely, strict=True):
         if sequence.logprobs is not None and own is not None:
             sequence.logprobs.append(own)
 
 
 def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
-    """Return (token, logprob, rank) of the chosen token, then of the n most likely ones except itself."""
+    """Return (token, logprob, rank) of the chosen token, then of the n most likely tokens except that one."""
     most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
     return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]

@@ -37,7 +37,10 @@ class Products(Protocol):
 
 
 class LibraryProducts:
-    """The vendor library's GEMMs (cuBLAS on a GPU); ``activated`` computes ``up`` with its activation."""
+    """The four GEMMs by the vendor's library (cuBLAS on a GPU).
+
+    activated: applies the projection ``up`` and its activation.
+    """
 
     def __init__(self, model: Transformer, activated: Activated) -> None:
         self.blocks, self.activated = model.blocks, activated
@@ -56,14 +59,15 @@ class LibraryProducts:
 
 
 def activation_apart(config: Arch) -> Activated:
-    """Return a function that projects, then applies the model's activation in separate operators."""
+    """Return a function that applies a projection, then the model's activation in separate operators."""
     return lambda projection, x: activated(projection(x), config)
 
 
 def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
-    """Return a function that projects and activates: SwiGLU in one kernel, GELU in the GEMM's epilogue.
+    """Return a function that applies a projection and the model's activation.
 
-    GELU is the tanh form in cuBLASLt; on a CPU, or without a bias, it runs in separate operators.
+    SwiGLU is one kernel after the GEMM. GELU (tanh form) is in the epilogue of cuBLASLt's GEMM; on a CPU, or
+    without a bias, it runs in separate operators.
     """
     if model.config.mlp == "swiglu":
         return lambda projection, x: kernels.silu_mul(x=projection(x))
@@ -73,12 +77,12 @@ def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
 
 
 def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
-    """Run cuBLASLt with GELU (tanh form) in its epilogue, which torch offers only by a private function."""
+    """Run cuBLASLt with GELU (tanh form) in its epilogue, for which torch has only a private function."""
     return torch._addmm_activation(cast(Tensor, projection.bias), x, projection.weight.t(), use_gelu=True)  # noqa: SLF001
 
 
 class PackedLinear:
-    """A linear layer in fp32 on a CPU, its weight packed once into oneDNN's layout, which is read in order.
+    """A linear layer in fp32 on a CPU; its weight is packed once into oneDNN's layout, to be read in order.
 
     Torch has no public way to keep a packed weight: these are the private operators that torch.compile uses.
     """
@@ -93,7 +97,10 @@ class PackedLinear:
 
 
 class PackedProducts:
-    """GEMMs with packed copies of the weights, which are twice as fast as unpacked ones from 8 rows on."""
+    """The four GEMMs in fp32 on a CPU, with copies of the weights in oneDNN's packed layout.
+
+    With 8 or more rows, they are about twice as fast as with unpacked weights. Requires :func:`can_pack`.
+    """
 
     def __init__(self, model: Transformer) -> None:
         self.config, blocks = model.config, model.blocks
@@ -118,14 +125,19 @@ class PackedProducts:
 
 
 def can_pack(model: Transformer) -> bool:
-    """Return whether oneDNN can pack the model's weights."""
+    """Return whether oneDNN can pack the model's weights: on a CPU, in fp32."""
     fits = model.device.type == "cpu" and model.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available()
 
 
 @dataclass(frozen=True)
 class NormedWeights:
-    """A projection that follows a norm: weight ``[N, K]``, bias including the norm's shift, and the norm."""
+    """A projection that follows a norm.
+
+    weight: ``[N, K]``.
+    bias: ``[N]``, including the part that the norm's shift contributes; None if there is neither.
+    norm: the norm, without its shift.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -135,8 +147,7 @@ class NormedWeights:
     def of(cls, projection: Projection, norm: torch.nn.LayerNorm | torch.nn.RMSNorm) -> NormedWeights:
         """Fold a norm into the projection that follows it.
 
-        It holds that ``LayerNorm(x) @ W.T + b`` =
-        ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``.
+        This uses ``LayerNorm(x) @ W.T + b`` = ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``.
         """
         weight, bias = projection.weight, projection.bias
         scale, gain = _at_most_one(norm.weight)
@@ -149,9 +160,9 @@ class NormedWeights:
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
-    """Split an fp16 scale into one of at most 1 and a gain, a power of two, to keep ``x * scale`` finite.
+    """Split an fp16 scale into a scale of at most 1 and a gain, so that ``x * scale`` is finite.
 
-    Other dtypes keep their scale, with gain 1.
+    The gain is a power of two. Scales of other dtypes are returned unchanged, with gain 1.
     """
     if scale.dtype != torch.float16:
         return scale, 1.0
@@ -166,7 +177,7 @@ def _times(weight: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The two projections of a layer that follow a norm."""
+    """The two projections of a layer that follow a norm: ``qkv`` and ``up``."""
 
     qkv: NormedWeights
     up: NormedWeights
@@ -177,7 +188,10 @@ class LayerWeights:
 
 
 class PlainProducts:
-    """All GEMMs by one kernel, called like ``linear.some_rows_linear``, without norm or residual."""
+    """The four GEMMs by one kernel, without norm or residual.
+
+    linear: the kernel, called like ``linear.some_rows_linear``.
+    """
 
     def __init__(self, model: Transformer, linear: Callable[..., Tensor]) -> None:
         self.blocks, self.linear = model.blocks, linear
@@ -199,7 +213,10 @@ class PlainProducts:
 
 
 class SomeRowsProducts(PlainProducts):
-    """All GEMMs by ``linear.some_rows_linear``; ``out`` and ``down`` use split-K, summed by the norm."""
+    """The four GEMMs by ``linear.some_rows_linear``; ``out`` and ``down`` split K into ranges.
+
+    Their partial sums are added up by the next norm. parts_of: maps (rows, n, k) to the number of ranges.
+    """
 
     def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
         super().__init__(model, kernels.some_rows_linear)
