@@ -17,7 +17,11 @@ DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm of a model: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), and its epsilon."""
+    """The norm of a model.
+
+    kind: "layer" for LayerNorm (Ba et al. 2016), "rms" for RMSNorm (Zhang & Sennrich 2019).
+    eps: the epsilon added to the variance, or to the mean square.
+    """
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = 1e-5
@@ -30,13 +34,22 @@ class Norm:
 class Arch:
     """The architecture of a model: its sizes, and the variant of each part; the defaults are those of GPT-2.
 
-    n_kv_heads: the number of key/value heads, a divisor of ``n_heads`` (grouped-query attention, Ainslie et
-    al. 2023); None means ``n_heads``. head_dim: None means ``d_model / n_heads``. d_ff: the MLP's width; None
-    means ``4 * d_model``. rope: None means learned position embeddings. mlp: "gelu" (tanh form) or "swiglu"
-    (Shazeer 2020). biases: the projections that have a bias. qk_norm: whether each head of q and k has an
-    RMSNorm. scale: the factor on attention scores; None means ``head_dim ** -0.5``. window: the number of
-    tokens, including itself, that a token attends to; None means no limit. dtype: the name of the
-    checkpoint's dtype, or None if its config has none. Raises ``CheckpointError`` for inconsistent sizes.
+    n_positions: maximum number of tokens of a sequence.
+    n_kv_heads: number of key/value heads, a divisor of ``n_heads`` (grouped-query attention, Ainslie et al.
+        2023); None means ``n_heads``.
+    head_dim: width of a head; None means ``d_model / n_heads``.
+    d_ff: the MLP's width; None means ``4 * d_model``.
+    rope: the rotary position embedding; None means learned position embeddings.
+    mlp: "gelu" (tanh form) or "swiglu" (Shazeer 2020).
+    biases: the names of the projections that have a bias.
+    qk_norm: whether each head of q and k has an RMSNorm.
+    scale: the factor on attention scores; None means ``head_dim ** -0.5``.
+    window: number of tokens, including itself, that a token attends to; None means no limit.
+    tie_embeddings: whether the head's weight is the token embedding.
+    dtype: the name of the checkpoint's dtype, or None if its config has none.
+    family: the ``model_type`` in ``config.json``.
+
+    Raises ``CheckpointError`` for inconsistent sizes.
     """
 
     vocab_size: int
@@ -110,7 +123,7 @@ class Arch:
 
     @property
     def up_width(self) -> int:
-        """The number of rows of the MLP's first projection, which joins gate and up for SwiGLU."""
+        """The number of rows of the MLP's first projection, in which SwiGLU joins gate and up."""
         return self.d_ff * (2 if self.mlp == "swiglu" else 1)
 
     @property
@@ -133,14 +146,14 @@ class Arch:
 
     @property
     def n_parameters(self) -> int:
-        """The number of parameters in the model; a tied embedding counts once."""
+        """The number of parameters in the model; a tied embedding is counted once."""
         tables = 0 if self.tie_embeddings else self.vocab_size
         tables += self.n_positions if self.rope is None else 0
         return self.n_step_parameters + tables * self.d_model
 
     @property
     def n_step_parameters(self) -> int:
-        """The number of parameters that every decode step reads: those of the layers, last norm and head."""
+        """The number of parameters that every decode step reads: all layers, the last norm and the head."""
         last_norm = 2 if self.norm.kind == "layer" else 1
         return self.n_layers * self.n_layer_parameters + (self.vocab_size + last_norm) * self.d_model
 

@@ -1,8 +1,10 @@
 """The interface between the model and attention: a callable that takes q, k and v of one layer.
 
-N is the number of tokens in the step. In decode, each sequence has one token; in prefill and training, all
-tokens of all sequences are packed back to back. H: number of query heads, a multiple of H_kv. H_kv: number
-of key/value heads. D: head size.
+N: number of tokens in the step. In decode, each sequence has one token; in prefill and training, the tokens
+    of all sequences are packed back to back.
+H: number of query heads, a multiple of H_kv.
+H_kv: number of key/value heads.
+D: head size.
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ def masked_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
-    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]`` → ``[B, H, T, D]``. mask: boolean, broadcastable to
-    ``[B, H, T, S]``, true where a query attends to a key. is_causal: no query attends to later keys; ``mask``
-    must then be None. scale: the factor on the scores; None means 1 / √D.
+    q: ``[B, H, T, D]``.
+    k, v: ``[B, H_kv, S, D]``.
+    mask: boolean, broadcastable to ``[B, H, T, S]``, True where a query attends to a key; None means
+        everywhere, unless ``is_causal``.
+    is_causal: whether queries attend to no later keys; ``mask`` must then be None.
+    scale: the factor on the scores; None means 1 / √D.
+
+    Returns ``[B, H, T, D]``.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -36,10 +43,11 @@ def masked_attention(
 
 
 def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Return the boolean mask that is true where a token at ``query`` attends to one at ``key``.
+    """Return the boolean mask that is True where a token at ``query`` attends to a token at ``key``.
 
-    query, key: positions, broadcast against each other. A token attends to itself and to the ``window - 1``
-    tokens before it, or to all tokens before it if ``window`` is None.
+    query, key: positions, broadcast against each other.
+    window: number of tokens that a token attends to, itself and the ``window - 1`` tokens before it; None
+        means itself and all tokens before it.
     """
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
@@ -48,9 +56,11 @@ def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
 class CausalAttention:
     """Attention without a cache: each token attends to itself and to earlier tokens of its sequence.
 
-    lengths: the number of tokens of each packed sequence; they add up to N. Sequences of different lengths
-    are padded on the right, where the causal mask hides the padding; equal lengths need no copy. scale,
-    window: the fields of ``Arch``.
+    lengths: number of tokens of each packed sequence; their sum is N.
+    scale, window: the fields of ``Arch``.
+
+    Sequences of different lengths are padded on the right, where the causal mask hides the padding; sequences
+    of equal length need no copy.
     """
 
     def __init__(

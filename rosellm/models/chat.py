@@ -15,10 +15,12 @@ Message = dict[str, Any]
 def render_chat(folder: Path | None, messages: list[Message], add_generation_prompt: bool = True) -> str:
     """Render ``messages`` with the chat template of the checkpoint in ``folder``.
 
-    folder: None for a dummy tokenizer, which has no template. messages: dictionaries such as ``{"role":
-    "user", "content": "..."}``, in order. add_generation_prompt: append the header of the model's
-    answer. The text includes special tokens, so encode it with ``special=False``. Raises ``CheckpointError``
-    without a valid template, ``PromptError`` if the messages are malformed or the template fails on them.
+    folder: None for a dummy tokenizer, which has no template.
+    messages: dictionaries such as ``{"role": "user", "content": "..."}``, in order.
+    add_generation_prompt: whether to append the header of the model's answer.
+
+    The text includes special tokens, so encode it with ``special=False``. Raises ``CheckpointError`` without
+    a valid template, and ``PromptError`` if the messages are malformed or the template fails on them.
     """
     _check_messages(messages)
     if folder is None:
@@ -49,7 +51,10 @@ def _check_messages(messages: object) -> None:
 
 @lru_cache(maxsize=1)
 def _templated(folder: Path) -> Any:
-    """Load the tokenizer with ``transformers``, which finds the template in whichever file has it."""
+    """Load the tokenizer with ``transformers``, which finds the template in any of several files.
+
+    Raises ``CheckpointError`` if there is no template.
+    """
     try:
         tokenizer = from_transformers(folder)
     except BaseException as error:

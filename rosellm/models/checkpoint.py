@@ -19,11 +19,14 @@ SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders in ``rosellm/assets``
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 OTHER_COPIES = ["*/*", "consolidated*"]  # copies of the weights in other formats
-MOST_CHARACTERS = 300  # of the hub client's message that an error quotes
+MOST_CHARACTERS = 300  # characters of the hub client's message that an error quotes
 
 
 def checkpoint_folder(model: str) -> Path:
-    """Return the folder of ``model``: a shipped name, a folder, or a hub id, downloaded if needed."""
+    """Return the folder of ``model``: a shipped model's name, a folder, or a hub id.
+
+    The files of a hub id are downloaded if needed. Raises ``CheckpointError`` if there is no such model.
+    """
     if model in SHIPPED_MODELS:
         return Path(str(files("rosellm") / "assets" / model))
     if os.path.isdir(model):
@@ -40,7 +43,10 @@ def checkpoint_folder(model: str) -> Path:
 
 
 def load_config(folder: Path) -> Arch:
-    """Return the ``Arch`` of a folder; ``generation_config.json`` may override its end-of-sequence ids."""
+    """Return the ``Arch`` of the checkpoint in ``folder``; raise ``CheckpointError`` if there is none.
+
+    Its end-of-sequence ids are those of ``generation_config.json``, if that file has any.
+    """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json")
     arch = read_arch(_read_object(folder / "config.json"))

@@ -8,7 +8,11 @@ from rosellm.errors import CheckpointError, describe
 
 
 def check(is_good: bool, name: str, value: object, needed: str) -> None:
-    """Raise ``CheckpointError``, with the field's name, its value and what is needed, unless ``is_good``."""
+    """Raise ``CheckpointError`` unless ``is_good``.
+
+    name, value: the field and its value, named in the error.
+    needed: what the field must be, as text for the error.
+    """
     if not is_good:
         raise CheckpointError(f"{name} is {describe(value)}; {needed} is needed")
 

@@ -27,7 +27,7 @@ AnyTokenizer = Tokenizer | DummyTokenizer
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for ``auto``, ``cuda`` or ``cpu``; raise ``DeviceError`` if it is not available."""
+    """Return the device named "auto", "cuda" or "cpu"; raise ``DeviceError`` if it is not available."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
@@ -38,10 +38,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
-    """Return the dtype with the given name.
+    """Return the dtype named ``name``; raise ``DeviceError`` for an unknown name.
 
-    ``auto`` is the checkpoint's dtype on a GPU (float16 if ``arch`` has none) and float32 on a CPU, where
-    16-bit GEMMs are slow. Raises ``DeviceError`` for an unknown name.
+    name: a key of ``DTYPES``, or "auto": on a GPU the dtype of ``arch`` (float16 if it has none), on a CPU
+        float32, since 16-bit GEMMs are slow there.
+    arch: the model's architecture; used only by "auto".
     """
     if name == "auto":
         if device.type != "cuda":
@@ -56,7 +57,7 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
     """Return the ``Arch`` of the model that :func:`load_parts` would load.
 
-    Its dtype is that of the config, or that of the weight files if the config has none. Raises
+    Its dtype is that of the config or, if the config has none, that of the weight files. Raises
     ``CheckpointError`` if there is no such model or its config is not supported.
     """
     if load_format == "dummy":
@@ -69,7 +70,8 @@ def arch_of(model: str, load_format: str = "auto") -> Arch:
 def stored_dtype(shards: list[Path]) -> str | None:
     """Return the name of the dtype that most values in the files have, or None if it is not a 16-bit dtype.
 
-    Only headers are read. A few tensors may have another dtype: a float16 checkpoint may keep norms in fp32.
+    Only the files' headers are read. Most values decide, since a few tensors may have another dtype: a
+    float16 checkpoint may keep norms in fp32.
     """
     n_values: Counter[str] = Counter()
     for file in map(opened, shards):
@@ -82,12 +84,16 @@ def stored_dtype(shards: list[Path]) -> str | None:
 def load_parts(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto", part: Part = WHOLE
 ) -> tuple[Transformer, AnyTokenizer]:
-    """Load a checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
+    """Load a checkpoint and its tokenizer.
 
-    dtype: a name that :func:`resolve_dtype` takes. load_format: "auto" reads the files; "dummy" makes seeded
-    random weights in the same shapes, and a tokenizer that needs no download. part: the rank whose weights
-    are loaded. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be sharded
-    over the ranks of ``part``.
+    model: ``rose-tiny``, a folder or a hub id.
+    device, dtype: names, as for :func:`resolve_device` and :func:`resolve_dtype`.
+    load_format: "auto" reads the files; "dummy" makes seeded random weights in the same shapes, and a
+        tokenizer that needs no download.
+    part: the part of the weights to load.
+
+    Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be sharded over the
+    ranks of ``part``.
     """
     _check_source(model, load_format)
     where = resolve_device(device)

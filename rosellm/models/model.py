@@ -1,9 +1,13 @@
 """Pre-norm decoder-only transformers of every family, in plain torch: the specification of the kernels.
 
 The input is a flat list of tokens. Batches, caches and masks are handled by attention, a callable that is
-passed in (``attention.Attend``); every other operation works on each token alone. N: number of tokens. C:
-model width. F: MLP width. V: vocabulary size. Weights are ``[outputs, inputs]``; one weight joins q, k and v,
-another one gate and up.
+passed in (``attention.Attend``); every other operation works on each token alone. Weights are ``[outputs,
+inputs]``. The projections of q, k and v share one weight, and so do gate and up.
+
+N: number of tokens.
+C: model width.
+F: MLP width.
+V: vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ from rosellm.models.rope import Rotary, rotate
 
 
 class Projection(nn.Module):
-    """A linear layer, ``x @ weight.T + bias``, with an uninitialised weight ``[N, K]``."""
+    """A linear layer, ``x @ weight.T + bias``.
+
+    weight: ``[n, k]``: n outputs, k inputs; uninitialised.
+    bias: ``[n]`` of zeros, or None.
+    """
 
     def __init__(self, n: int, k: int, bias: bool) -> None:
         super().__init__()
@@ -58,7 +66,11 @@ class Block(nn.Module):
         return x + self.down(activated(self.up(self.norm_2(x)), self.config))  # [N, C]
 
     def position(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise each head of q and k if the model has such norms, then rotate by ``cos_sin [N, D]``."""
+        """Normalise each head of q and k if the model has such norms, then rotate q and k.
+
+        q, k: ``[N, H, D]`` and ``[N, H_kv, D]``.
+        cos_sin: ``[N, D]`` fp32, the cosines and sines of each token's position.
+        """
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos_sin), rotate(k, cos_sin)
@@ -71,7 +83,7 @@ def split_heads(qkv: Tensor, config: Arch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def activated(up: Tensor, config: Arch) -> Tensor:
-    """Apply GELU (tanh form) to ``[N, F]`` or SwiGLU to ``[N, 2 F]``, gate first; return ``[N, F]``."""
+    """Apply GELU (tanh form) to ``[N, F]``, or SwiGLU to ``[N, 2 F]``, gate first; return ``[N, F]``."""
     if config.mlp == "gelu":
         return F.gelu(up, approximate="tanh")
     gate, up = up.chunk(2, dim=-1)
@@ -79,16 +91,18 @@ def activated(up: Tensor, config: Arch) -> Tensor:
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:
-    """Return an uninitialised embedding; to initialise it, PyTorch imports its compiler (one second)."""
+    """Return an uninitialised embedding: to initialise one, PyTorch imports its compiler, for a second."""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
 class Transformer(nn.Module):
     """A model, or a rank's part of it, that maps token ids and positions ``[N]`` to hidden states ``[N, C]``.
 
-    :meth:`logits` maps these to ``[N, V]``; a part computes the logits of its own token ids, ``words``, only.
-    cos_sin: cosines and sines of every position, ``[P, D]`` fp32; None with learned positions. whole: the
-    ``Arch`` of the whole model; config: the ``Arch`` of this part.
+    whole: the ``Arch`` of the whole model.
+    part: the part of the weights that the model holds.
+    config: the ``Arch`` of this part.
+    words: the range of token ids whose logits :meth:`logits` computes; all of them in a whole model.
+    cos_sin: cosines, then sines, of every position: ``[P, D]`` fp32; None with learned positions.
     """
 
     cos_sin: Tensor | None
@@ -124,7 +138,11 @@ class Transformer(nn.Module):
     def allocate(
         cls, whole: Arch, device: torch.device, dtype: torch.dtype, part: Part = WHOLE
     ) -> Transformer:
-        """Return an uninitialised model for inference; embedding and head end in padding rows of zeros."""
+        """Return an uninitialised model for inference; padding rows of zeros follow the embedding and head.
+
+        whole: the ``Arch`` of the whole model.
+        part: the part of the weights to allocate.
+        """
         with torch.device("meta"):
             model = cls(whole, part)
         vocabulary = (model.token_embedding, model.lm_head)
@@ -138,7 +156,10 @@ class Transformer(nn.Module):
         return model.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """Move or cast the model, but keep padding rows after embedding and head, and ``cos_sin`` in fp32."""
+        """Move or cast the model; restore the padding rows after embedding and head, and rebuild ``cos_sin``.
+
+        ``cos_sin`` is always fp32.
+        """
         super()._apply(fn, recurse)
         for module in (self.token_embedding, self.lm_head):
             weight = module.weight.data
@@ -167,7 +188,10 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def positioned(self, positions: Tensor, attend: Attend) -> Attend:
-        """Return an ``attend`` that first normalises and rotates q and k as the model requires."""
+        """Return a function that normalises and rotates q and k as the model requires, then calls ``attend``.
+
+        positions: ``[N]``.
+        """
         if self.cos_sin is None:
             return attend
         cos_sin = self.cos_sin[positions]  # [N, D]
@@ -179,7 +203,10 @@ class Transformer(nn.Module):
         return position_and_attend
 
     def rotary(self, layer: int) -> Rotary | None:
-        """Return what kernels need to normalise and rotate a layer's q and k; None with learned positions."""
+        """Return the inputs with which kernels normalise and rotate q and k of a layer.
+
+        Returns None with learned positions.
+        """
         if self.cos_sin is None:
             return None
         block = self.blocks[layer]
@@ -191,7 +218,7 @@ class Transformer(nn.Module):
 
     @property
     def padded_head(self) -> Tensor:
-        """The head's weight including the padding rows of :meth:`allocate`, a view ``[V', C]``."""
+        """The head's weight with the padding rows of :meth:`allocate`, as a view ``[V', C]``."""
         rows, width = self.lm_head.weight.shape
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 
@@ -205,10 +232,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> Transformer:
-        """Initialise as GPT-2 does: normal, deviation ``std``, or std / sqrt(2 L) for ``out`` and ``down``.
+        """Initialise the weights as GPT-2 does, and return the model.
 
-        Biases become 0, norm weights 1. A part gets the values that it would have in the whole model. At most
-        one unsharded parameter is in memory at a time.
+        seed: determines all values; a part is given the values that it would have in the whole model.
+        std: standard deviation of the normal distribution; for ``out`` and ``down``, std / sqrt(2 L) with L
+            layers.
+
+        Biases become 0, norm weights 1. At most one unsharded parameter is in memory at a time.
         """
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.device("meta"):

@@ -1,8 +1,8 @@
 """The rows and columns of the weights that one rank holds (tensor parallelism: Shoeybi et al. 2019).
 
-The joined query/key/value and gate/up projections, and the head, are cut by rows, their outputs. ``out`` and
-``down`` are cut by columns, their inputs, so each rank computes a partial sum. Every rank holds all other
-weights whole.
+The joined query/key/value and gate/up projections, and the head, are cut by rows, which are their outputs.
+``out`` and ``down`` are cut by columns, which are their inputs, so each rank computes a partial sum. Every
+rank holds the whole of each remaining weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # rows of the vocabulary: the head's GEMM needs aligned stores
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the weights that rank ``rank`` of ``size`` holds; the default is the whole model."""
+    """The part of the weights that rank ``rank`` of ``size`` ranks holds; the default is the whole model."""
 
     rank: int = 0
     size: int = 1
@@ -52,7 +52,7 @@ class Part:
         )
 
     def share(self, whole: Arch) -> int:
-        """Return the number of token ids per rank; if cut, it is a multiple of ``ALIGNMENT``."""
+        """Return the number of token ids per rank; with several ranks, it is a multiple of ``ALIGNMENT``."""
         if self.size == 1:
             return whole.vocab_size
         return -(-whole.vocab_size // (self.size * ALIGNMENT)) * ALIGNMENT
@@ -63,7 +63,12 @@ class Part:
         return range(self.rank * share, min((self.rank + 1) * share, whole.vocab_size))
 
     def pieces(self, name: str, whole: Arch, n_rows: int) -> list[Piece]:
-        """Split a parameter's ``n_rows`` rows into consecutive pieces, each with the range of this part."""
+        """Split a parameter's rows into consecutive pieces that are cut separately.
+
+        name: name of the parameter in ``Transformer``.
+        whole: the ``Arch`` of the whole model.
+        n_rows: number of rows of the whole parameter.
+        """
         projection = name.split(".")[-2]
         if projection == "qkv":
             d, n_kv = whole.head_dim, self._kv_heads(whole)
@@ -75,12 +80,21 @@ class Part:
         return [Piece(n_rows, self.words(whole) if projection == "lm_head" else range(n_rows))]
 
     def columns(self, name: str, n_columns: int) -> range:
-        """Return the columns of a parameter that this part holds."""
+        """Return the range of columns of a parameter that this part holds.
+
+        name: name of the parameter in ``Transformer``.
+        n_columns: number of columns of the whole parameter.
+        """
         by_columns = name.endswith(("out.weight", "down.weight"))
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
     def cut(self, name: str, value: Tensor, pieces: list[Piece]) -> Tensor:
-        """Return this part of ``value``, a parameter or the rows of one that ``pieces`` describe."""
+        """Return this part of a parameter.
+
+        name: name of the parameter in ``Transformer``.
+        value: the whole parameter, or consecutive rows of it.
+        pieces: the pieces of which ``value`` consists.
+        """
         columns = self.columns(name, value.shape[-1])
         stacked = value.split([piece.n_rows for piece in pieces])
         kept = [rows[piece.kept.start : piece.kept.stop] for piece, rows in zip(pieces, stacked, strict=True)]
@@ -88,14 +102,18 @@ class Part:
         return rows if rows.dim() == 1 else rows[:, columns.start : columns.stop]
 
     def _kv_heads(self, whole: Arch) -> range:
-        """Return the range of key/value heads of this part; if ranks outnumber heads, they share them."""
+        """Return the range of key/value heads of this part; if ranks outnumber heads, ranks share heads."""
         first = self.rank * whole.n_kv_heads // self.size
         return range(first, first + max(1, whole.n_kv_heads // self.size))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows that are cut together, such as all query rows of ``qkv``; kept: this part's range."""
+    """Consecutive rows of a parameter that are cut together, such as all query rows of ``qkv``.
+
+    n_rows: number of rows of the piece in the whole model.
+    kept: the range of these rows that this part holds.
+    """
 
     n_rows: int
     kept: range

@@ -26,8 +26,11 @@ NUMBERS: dict[str, tuple[str, ...]] = {  # the numeric fields of each rope_type
 class Rope:
     """The parameters of a rotary embedding, named as in ``config.json``; None means absent.
 
-    At position p, dimensions d and d + D/2 rotate by ``p * rope_theta ** (-2 d / D)`` radians, before
-    scaling. Scalings: "linear" (Chen et al. 2023), "llama3" (Llama 3.1) and "yarn" (Peng et al. 2023).
+    rope_type: the scaling: "default" (none), "linear" (Chen et al. 2023), "llama3" (Llama 3.1) or "yarn"
+        (Peng et al. 2023).
+
+    At position p, dimensions d and d + D/2 are rotated by ``p * rope_theta ** (-2 d / D)`` radians, before
+    scaling.
     """
 
     rope_theta: float = 10_000.0
@@ -55,7 +58,10 @@ class Rope:
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
 
     def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
-        """Return radians per position ``[D / 2]``, in fp32 as in training, and the factor on cos and sin."""
+        """Return the frequencies ``[D / 2]``, in radians per position, and the factor on cosines and sines.
+
+        The frequencies are computed in fp32, as in training.
+        """
         if self.rope_type == "default":
             return 1.0 / self.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: the import is slow
@@ -70,7 +76,12 @@ class Rope:
 
 
 class Rotary(NamedTuple):
-    """The inputs to normalise and rotate q and k: cos_sin ``[P, D]`` fp32, norm weights ``[D]`` or None."""
+    """The inputs with which kernels normalise and rotate q and k.
+
+    cos_sin: ``[P, D]`` fp32, the cosines, then the sines, of every position.
+    q_norm, k_norm: weights ``[D]`` of the norms, or None without them.
+    eps: the epsilon of the norms.
+    """
 
     cos_sin: Tensor
     q_norm: Tensor | None

@@ -14,7 +14,7 @@ MOST_NAMED = 3  # files that an error lists
 
 
 def opened(shard: Path) -> safe_open:
-    """Open a safetensors file, or raise ``CheckpointError`` if it cannot be read."""
+    """Open a safetensors file; raise ``CheckpointError`` if it cannot be read."""
     try:
         return safe_open(shard, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -22,7 +22,7 @@ def opened(shard: Path) -> safe_open:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """Return the weight files in ``folder``: a single file, or those that an index lists.
+    """Return the weight files in ``folder``: a single file, or the files that an index lists.
 
     As in transformers, a single file takes precedence over an index, which an earlier checkpoint may have
     left behind. Raises ``CheckpointError`` if a file is missing.

@@ -1,7 +1,7 @@
 """Loading and saving of Hugging Face checkpoints (safetensors only).
 
-Tensors are copied one by one into the rows of the model's joined weights, so loading takes the memory of the
-model and of one tensor.
+Tensors are copied one by one into the rows of the model's joined weights, so loading needs memory only for
+the model and for one tensor.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ Holders = dict[str, tuple[safe_open, str]]
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
-    """Load the checkpoint ``model``, or one rank's part of it, in ``dtype`` on ``device``.
+    """Load a checkpoint, or one rank's part of it, in ``dtype`` on ``device``.
 
-    model: a shipped name, a folder or a hub id. Raises ``CheckpointError``.
+    model: a shipped model's name, a folder or a hub id.
+    part: the part of the weights to load.
+
+    Raises ``CheckpointError`` if the checkpoint is missing, corrupt, not supported or too large.
     """
     folder = checkpoint_folder(model)
     config, shards = load_config(folder), shards_of(folder)
@@ -55,14 +58,18 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part 
 def dummy_model(
     model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
 ) -> Transformer:
-    """Make a model with the ``Arch`` of ``model`` and seeded random weights, without a download."""
+    """Make a model with the ``Arch`` of ``model`` and seeded random weights, without a download.
+
+    model: a known name or a folder with a ``config.json``.
+    part: the part of the weights to make.
+    """
     config = dummy_shape(model)
     _check_memory(part.arch(config), device, dtype)
     return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
-    """Return the ``Arch`` of ``model``, a known name or a folder; raise ``CheckpointError`` for any other."""
+    """Return the ``Arch`` of ``model``, a known name or a folder; raise ``CheckpointError`` otherwise."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
     if model in SHIPPED_MODELS or os.path.isdir(model):
@@ -74,7 +81,10 @@ def dummy_shape(model: str) -> Arch:
 
 
 def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write ``config.json`` and ``model.safetensors``, which this module and ``transformers`` can read."""
+    """Write ``config.json`` and ``model.safetensors``, which this module and ``transformers`` can read.
+
+    dtype: the dtype of the stored tensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {one.name: one.stored(one.rows.detach()).to("cpu", dtype).contiguous() for one in places(gpt)}
     with replacing(folder / "model.safetensors") as unfinished:
@@ -85,10 +95,13 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of a checkpoint, and the rows of a parameter that it is copied to.
+    """A tensor of a checkpoint, and the rows of a parameter to which it is copied.
 
-    shape: the shape of the stored tensor, which may be transposed. cut: returns this rank's part of a tensor
-    that is not transposed.
+    name: the tensor's name in the checkpoint.
+    rows: these rows of the parameter, as a view.
+    transposed: whether the tensor is stored as ``[inputs, outputs]``.
+    shape: shape of the stored tensor.
+    cut: maps a whole tensor ``[outputs, inputs]`` to this rank's part of it.
     """
 
     name: str
@@ -134,7 +147,10 @@ def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def _holders(shards: list[Path], prefix: str) -> Holders:
-    """Map each tensor name, without ``prefix``, to the first file that has it and its name in that file."""
+    """Map each tensor name to the first file that has the tensor, and to its name in that file.
+
+    prefix: removed from the keys, but not from the names in files.
+    """
     holders: Holders = {}
     for file in map(opened, shards):
         names = file.keys()

@@ -1,1 +1,1 @@
-"""The inference engine: KV blocks, kernels, the decode step, schedulers and benchmark commands."""
+"""The inference engine: the KV cache, kernels, prefill and decode steps, schedulers and streaming."""

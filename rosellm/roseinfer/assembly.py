@@ -1,4 +1,4 @@
-"""Construction of a rung's KV cache and step; the only place where variants are looked up by name."""
+"""Construction of a rung's KV cache and step; the only module that looks up variants by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlocks:
-    """Build the KV cache of ``rung``, with ``n_blocks`` blocks per layer."""
+    """Build the KV cache of ``rung``, with ``n_blocks`` blocks per layer of ``block_size`` tokens each."""
     c = model.config
     if isinstance(rung, MuseumRung):
         sizes = c.n_layers, n_blocks, c.n_kv_heads, block_size, c.head_dim
@@ -51,7 +51,13 @@ def build_step(
     max_model_len: int,
     group: Group = ALONE,
 ) -> Step:
-    """Build the step of ``rung`` for ``n_rows`` sequences of at most ``max_model_len`` tokens."""
+    """Build the step of ``rung``.
+
+    blocks: the KV cache.
+    n_rows: maximum number of sequences that decode together.
+    max_model_len: maximum number of tokens of a sequence.
+    group: the ranks that run the step.
+    """
     width = blocks_for(max_model_len, blocks.block_size)
     if isinstance(rung, MuseumRung):
         parts = partial(_parts, Recipe(), model, blocks, kernels, width, n_rows, group)
@@ -75,7 +81,11 @@ def _parts(
     n_rows: int,
     group: Group,
 ) -> dict[str, Any]:
-    """Return the arguments of ``Worker`` for a recipe. width: the most blocks of a sequence."""
+    """Return the arguments of ``Worker`` for a recipe, by name.
+
+    width: maximum number of blocks of a sequence.
+    n_rows: maximum number of sequences that decode together.
+    """
     bind: Binder
     counts = torch.zeros(n_rows, model.config.vocab_size, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":
@@ -92,7 +102,7 @@ def _parts(
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         prefill_layers_for, bind = layers_for, build_binder(recipe.attention, kernels, blocks, model)
         chooser = build_chooser(recipe.head, model, kernels, counts)
-    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
+    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is spare
     next_tokens = NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: PackedPrefill | CapturedPrefill

@@ -40,23 +40,35 @@ LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
 
 class Engine(Owned):
-    """A model with a KV cache, and the steps that prefill and decode sequences, which a scheduler chooses.
+    """A model with a KV cache, and the step that prefills and decodes the sequences that a scheduler chooses.
 
-    A step is begun by :meth:`begin_prefill` or :meth:`begin_decode` and collected by ``engine.step.collect``,
-    since a step on the device may deliver its tokens later. :meth:`prefill` and :meth:`decode` do both.
-    Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and ``prefix_cache`` (or None).
+    A step on the device may deliver its tokens later: it is begun by :meth:`begin_prefill` or
+    :meth:`begin_decode`, and collected by ``engine.step.collect``. :meth:`prefill` and :meth:`decode` do
+    both.
 
-    recipe: the name of a rung of ``LADDER``, None for the device's best, or any ``Recipe``. max_batch_size:
-    the most sequences that decode together. max_model_len: the most tokens of a request, prompt and output;
-    None means the model's number of positions. num_kv_blocks: blocks per layer; None means enough for
-    ``max_batch_size`` full-length sequences, capped by memory. gpu_memory_utilization: the share of a GPU's
-    memory for everything the engine holds; its use outside the cache is measured by trial runs (:mod:`trial`)
-    if it may limit the cache. block_size: tokens per block, a power of two. kernels: "auto", "triton",
-    "torch" or a ``Kernels``. deterministic: a request's logits and tokens are bitwise the same
-    whatever other requests share its batch or the cache (``batch_invariant``); prompts are then cut only at
-    multiples of ``prefill_alignment`` tokens. warm_up: at construction, capture every CUDA graph that these
-    options allow, so that no request waits for one; False captures each at its first use. No effect on a CPU.
+    recipe: the name of a rung of ``LADDER``, or any ``Recipe``; None means the best rung for the device.
+    max_batch_size: maximum number of sequences that decode together.
+    max_model_len: maximum number of tokens of a request, prompt and output together; None means the model's
+        number of positions.
+    num_kv_blocks: number of KV blocks per layer; None means enough for ``max_batch_size`` full-length
+        sequences, but no more than memory allows.
+    gpu_memory_utilization: the fraction of a GPU's memory for everything that the engine holds. If this may
+        limit the cache, the memory used outside the cache is measured by trial runs (:mod:`trial`).
+    block_size: number of tokens per block, a power of two.
+    kernels: "auto", "triton", "torch" or a ``Kernels``.
+    prefix_cache: whether to keep the keys and values of prompts for later prompts with the same beginning.
+    deterministic: whether a request's logits and tokens are bitwise the same whatever other requests share
+        its batch or the cache (``batch_invariant``). Prompts are then cut only at multiples of
+        ``prefill_alignment`` tokens.
+    warm_up: whether to capture, at construction, every CUDA graph that these options allow, so that no
+        request waits for a capture. False captures each graph at its first use. No effect on a CPU.
     group: the ranks that run the engine together, each with its part of the model (:mod:`tensor_parallel`).
+
+    Public attributes:
+
+    step, blocks: the step, and the KV cache.
+    budget: counts the free and reserved blocks.
+    prefix_cache: the ``PrefixCache``, or None.
     """
 
     def __init__(
@@ -117,7 +129,10 @@ class Engine(Owned):
         load_format: str = "auto",
         **options: Any,
     ) -> Engine:
-        """Load a model with :func:`loading.load_parts`; build an engine with the constructor's options."""
+        """Load a model with :func:`loading.load_parts`, and build an engine on it.
+
+        options: options of the constructor.
+        """
         return cls(*load_parts(model, device, dtype, load_format), **options)
 
     @property
@@ -131,14 +146,15 @@ class Engine(Owned):
 
     @property
     def late_captures(self) -> int:
-        """The number of CUDA graphs captured since the latest warm-up, while requests waited for them."""
+        """The number of CUDA graphs captured since the latest warm-up, for which requests had to wait."""
         return self.step.n_captured - self._n_warmed
 
     def warm_up(self, rows: int | None = None) -> None:
         """Compile the kernels and capture the CUDA graphs of all decode steps and prefills, in every mode.
 
-        rows: if given, warm up only decode steps of that many sequences. Progress bars on stderr show
-        compilations and captures that take longer than a second.
+        rows: if given, warm up only the decode steps of that many sequences.
+
+        Progress bars on stderr show compilations and captures that take longer than a second.
         """
         self.step.warm_up(rows, self._rehearsed_tokens)
         self._n_warmed = self.step.n_captured
@@ -147,9 +163,12 @@ class Engine(Owned):
         raise RoseError("an engine cannot be copied or pickled; make another one")
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """Validate a request and return its sequence; with stop strings, its text is decoded as it runs.
+        """Validate a request and return its sequence.
 
-        Raises ``PromptError`` or ``SamplingError`` for a request that this engine can never run.
+        prompt: token ids.
+
+        With stop strings, the sequence's text is decoded token by token. Raises ``PromptError`` or
+        ``SamplingError`` for a request that this engine can never run.
         """
         self.limits.check(prompt, params)
         self.recipe.check_request(params)
@@ -161,14 +180,16 @@ class Engine(Owned):
         return sequence
 
     def encode(self, prompt: str | list[int], special: bool = True) -> list[int]:
-        """Return a prompt's token ids, unchanged if they are given; raise ``PromptError`` for invalid text.
+        """Return the token ids of a prompt; a list of token ids is returned unchanged.
 
-        special: add the special tokens that the checkpoint's tokenizer adds to every text.
+        special: whether to add the special tokens that the checkpoint's tokenizer adds to every text.
+
+        Raises ``PromptError`` for a text that cannot be encoded.
         """
         return self.encode_many([prompt], special)[0]
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
-        """Return each prompt's token ids, like :meth:`encode`; texts are tokenized on all cores."""
+        """Return the token ids of each prompt, as :meth:`encode` does; texts are tokenized on all cores."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
@@ -176,10 +197,11 @@ class Engine(Owned):
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
-        """Begin caching at most ``counts[i]`` more tokens of sequence i (None: all the rest).
+        """Begin caching at most ``counts[i]`` more tokens of sequence i; None means all that remain.
 
-        Returns the sequences that are then fully cached: they get their next token, and may decode. Tokens of
-        a new sequence that the prefix cache holds are not recomputed.
+        Returns the sequences that are fully cached afterwards: each receives its next token when the step is
+        collected, and may then decode. Tokens of a new sequence that the prefix cache holds are not
+        recomputed.
         """
         self.match_prefixes(sequences)
         rests = [s.n_to_prefill for s in sequences]
@@ -196,27 +218,27 @@ class Engine(Owned):
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step that gives every sequence one more token; return the number of rows that it runs.
+        """Begin a step that gives every sequence one more token; return the number of rows that it advances.
 
-        A step that runs ahead omits sequences whose last token is already in flight; if that is all of them,
-        nothing runs. A list passed repeatedly must not have been modified in between.
+        A step that runs ahead omits sequences whose last token is already in flight; if that applies to all
+        sequences, nothing runs. A list that is passed again must not have been modified in between.
         """
         if self.prefix_cache is not None:
             self.budget.make_room_to_decode(sequences)
         return self.step.begin_decode(sequences)
 
     def prefill(self, sequences: list[Sequence]) -> None:
-        """Cache the rest of the sequences' tokens and commit their next ones; wait for all begun steps."""
+        """Cache the rest of the sequences' tokens and commit the next ones; wait for all begun steps."""
         self.begin_prefill(sequences)
         self._finish()
 
     def decode(self, sequences: list[Sequence]) -> None:
-        """Commit one more token to every sequence; wait for all begun steps."""
+        """Generate and commit one more token of every sequence; wait for all begun steps."""
         self.begin_decode(sequences)
         self._finish()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of an ended or abandoned sequence, which gets no further token."""
+        """Free the blocks of an ended or abandoned sequence, which receives no further token."""
         self.step.release(sequence)
         self._holders.discard(sequence)
         sequence.num_cached_tokens = 0
@@ -224,7 +246,7 @@ class Engine(Owned):
         sequence.block_ids.clear()
 
     def match_prefixes(self, sequences: list[Sequence]) -> None:
-        """Give sequences without blocks the cached blocks of their longest cached prefix."""
+        """Give each sequence without blocks the cached blocks of its longest cached prefix."""
         if self.prefix_cache is None:
             return
         for sequence in sequences:
@@ -234,7 +256,7 @@ class Engine(Owned):
                 self._holders.add(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every KV block is free, or has exactly as many holders as its count says.
+        """Assert that every KV block is either free or counts its holders correctly.
 
         Holders are the sequences that were prefilled and not yet released, and the prefix cache.
         """
@@ -280,7 +302,7 @@ class Engine(Owned):
 
     @property
     def _rehearsed_tokens(self) -> int:
-        """The size of the smallest prefill without a graph, or of the largest one if that is smaller."""
+        """The size of the smallest prefill without a graph, or of the largest prefill if that is smaller."""
         return min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)
 
     def _finish(self) -> None:
@@ -288,7 +310,9 @@ class Engine(Owned):
             pass
 
     def _default_kv_blocks(self, utilization: float) -> int:
-        """Return the default number of KV blocks.
+        """Return the default number of KV blocks per layer.
+
+        utilization: the fraction of the GPU's memory for everything that the engine holds.
 
         Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits.
         """
@@ -309,7 +333,7 @@ class Engine(Owned):
 
 
 def _choose_recipe(recipe: str | Rung | None, device: torch.device) -> tuple[str | None, Rung]:
-    """Return the name of the rung (None for a custom recipe), and the recipe."""
+    """Return the name of the rung, or None for a custom recipe, and the recipe."""
     if isinstance(recipe, Rung):
         return None, recipe
     rung = get_rung(recipe, device)

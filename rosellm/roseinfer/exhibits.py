@@ -1,4 +1,4 @@
-"""Loading of exhibits: rungs that the best one does not build on, in ``notebooks/exhibits``."""
+"""Loading of exhibits: rungs in ``notebooks/exhibits`` on which the best rung does not build."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ EXHIBITS = Path(__file__).parents[2] / "notebooks" / "exhibits"
 def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
-    The module must define two functions: ``check_serves(config)``, which raises ``RecipeError`` for a model
-    that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a resident step whose
-    ``Worker`` has these arguments. Raises ``RecipeError`` if there is no such file.
+    Raises ``RecipeError`` if there is no such file. The module must define two functions:
+
+    check_serves(config): raises ``RecipeError`` for a model that the exhibit cannot run.
+    build_step(model, kernels, **parts): returns a resident step; ``parts`` are the arguments of its
+        ``Worker``.
     """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:

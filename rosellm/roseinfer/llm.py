@@ -31,20 +31,25 @@ if TYPE_CHECKING:
 class LLM:
     """A model that is ready to generate text.
 
-    model: ``rose-tiny``, a local folder or a hub id. rung: a name in ``recipe.LADDER``; None: the device's
-    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
+    model: ``rose-tiny``, a local folder or a hub id.
+    rung: a name in ``recipe.LADDER``; None means the best rung for the device.
+    recipe: any combination of variants, instead of a rung; ``LLM.rung`` is then None.
     tensor_parallel_size: number of GPUs, or of processes on a CPU, that share every layer
-    (``tensor_parallel.load_engine``); supported by the rungs from ``packed_prefill`` on except
-    ``persistent_kernel`` and ``one_pass``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's
-    on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
-    random weights. prefix_cache: keep the keys and values of prompts, for prompts with the same beginning in
-    this call or a later one. prefill_chunk: the most prompt tokens between two tokens of running requests, as
-    in ``SchedulerConfig``. The other options are those of ``Engine``.
+        (``tensor_parallel.load_engine``). More than one is supported by the rungs from ``packed_prefill`` on,
+        except ``persistent_kernel`` and ``one_pass``.
+    data_parallel_size: number of engines that share the prompts, each with ``tensor_parallel_size`` GPUs or
+        as many CPU cores (``cluster.replicas.Replicas``). More than one needs the extra ``cluster`` (Ray).
+    ray_address: the Ray cluster that runs the engines, "auto" or "host:port". None means the cluster to which
+        this process is connected, or else a local one, which ends with the last such ``LLM``.
+    device: "auto", "cuda" or "cpu".
+    dtype: "float32", "float16", "bfloat16", or "auto": the checkpoint's on a GPU, float32 on a CPU.
+    load_format: "auto", or "dummy" for random weights.
+    prefix_cache: whether to keep the keys and values of prompts, for prompts with the same beginning in this
+        call or a later one.
+    prefill_chunk: maximum number of prompt tokens computed between two tokens of running requests, as in
+        ``SchedulerConfig``.
 
-    data_parallel_size: number of engines that share the prompts, each with ``tensor_parallel_size`` GPUs, or
-    as many CPU cores (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray).
-    ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the one this process is
-    connected to, or else a local one, which ends with the last such ``LLM``. Sizes apply to each engine.
+    The other options are those of ``Engine``; with several engines, sizes apply to each.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class LLM:
 
     @property
     def rung(self) -> str | None:
-        """The rung in use: the requested one, or the device's best; None for a custom recipe."""
+        """The rung in use, requested or the best for the device; None for a custom recipe."""
         return self.served.rung
 
     @property
@@ -117,17 +122,24 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, each text or token ids; return results in the same order.
+        """Complete one prompt or many; return the results in the same order.
 
-        Prompts may be any iterable, token ids any sequence, array or tensor of integers. sampling_params: one
-        for all, one each, or None for the defaults. Raises ``PromptError`` or ``SamplingError``, before
-        anything runs, if any request is invalid.
+        prompts: a text, token ids, or an iterable of such prompts. Token ids may be any sequence, array or
+            tensor of integers.
+        sampling_params: one for all prompts, a list of one per prompt, or None for the defaults.
+        use_tqdm: whether to show a progress bar.
 
-        A result's completions are its ``outputs``, ``SamplingParams.n`` of them, each with ``token_ids``,
-        ``text``, ``logprobs`` if requested, and ``finish_reason``: "stop", "length", or "failed" if no token
-        could be chosen from the model's logits, with the reason in ``error``; other completions are
-        unaffected. Ctrl-C cancels everything after the current step and leaves the engine usable. Calls from
-        other threads wait their turn; raises ``BusyError`` while a streaming manager owns the engine.
+        The completions of a prompt are the ``outputs`` of its result, ``SamplingParams.n`` of them, each
+        with:
+
+        token_ids, text: the completion.
+        logprobs: if requested.
+        finish_reason: "stop", "length", or "failed" if no token could be chosen from the model's logits, with
+            the reason in ``error``; other completions are unaffected.
+
+        Raises ``PromptError`` or ``SamplingError``, before anything runs, if any request is invalid, and
+        ``BusyError`` while a streaming manager owns the engine. Ctrl-C cancels all requests after the current
+        step and leaves the engine usable. Calls from other threads wait until this call returns.
         """
         many = as_prompts(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
@@ -148,8 +160,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the checkpoint's own chat template.
 
-        messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists. Otherwise like
-        :meth:`generate`; also raises ``CheckpointError`` if the checkpoint has no template.
+        messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+
+        Otherwise like :meth:`generate`. Also raises ``CheckpointError`` if the checkpoint has no template.
         """
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
@@ -172,7 +185,7 @@ class LLM:
 
 
 def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
-    """Return one prompt's next ``n`` outputs as one: the first, with the others attached to it."""
+    """Return the next ``n`` outputs, those of one prompt, as one: the first, with the rest attached to it."""
     first, *others = completions = list(islice(outputs, n))
     first.others = others
     if isinstance(prompt, str):

@@ -16,9 +16,11 @@ from rosellm.roseinfer.request import Likely, RequestMetrics, Sequence
 class Done:
     """A finished step of the engine.
 
-    sequences: those that got exactly one token each, now their last one; none if the step computed only parts
-    of prompts. seconds: the time that the step took on the device, or on the host that drives it. failed:
-    sequences that ended without a token, with the reason in ``Sequence.error``.
+    kind: "prefill" or "decode".
+    sequences: the sequences that received exactly one token, which is now their last; none if the step
+        computed only parts of prompts.
+    seconds: the time that the step took on the device; for a host-driven step, on the host.
+    failed: the sequences that ended without a token, with the reason in ``Sequence.error``.
     """
 
     kind: Literal["prefill", "decode"]
@@ -29,7 +31,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability, its rank among all tokens (from 1), and its text, if known."""
+    """The log-probability of a token.
+
+    logprob: the natural logarithm of its probability.
+    rank: the token's rank among all tokens, from 1.
+    decoded_token: the token's text, or None without a tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -38,15 +45,20 @@ class Logprob:
 
 @dataclass
 class RequestOutput:
-    """A finished request and its completion, or the first of several.
+    """A finished request and its completion; if a prompt has several completions, the first holds the rest.
 
-    ``outputs`` lists all its completions, each a ``RequestOutput``. ``token_ids`` are the generated ones,
-    including an end-of-sequence token. ``finish_reason`` is "stop" (end of sequence or a stop string),
-    "length", "cancelled", or "failed" with the reason in ``error``. ``prompt`` is the text given to
-    ``LLM.generate``, None if it got token ids. ``logprobs``: for each token a dictionary from token id to
-    :class:`Logprob`, the sampled token first, then the most likely ones; ``cumulative_logprob``: their sum
-    over the sampled tokens; both None unless requested. Outputs with the same prompt, tokens and finish
-    reason are equal, whatever their requests.
+    prompt: the text given to ``LLM.generate``, or None if token ids were given.
+    token_ids: the generated tokens, including an end-of-sequence token.
+    finish_reason: "stop" (end of sequence or a stop string), "length", "cancelled", or "failed" with the
+        reason in ``error``.
+    metrics: the times of the request and its tokens.
+    text_or_decoder: the text, or a function that decodes it; None without a tokenizer.
+    logprobs: for each token a dictionary from token id to :class:`Logprob`, the sampled token first, then the
+        most likely ones; None unless requested.
+    cumulative_logprob: the sum of the sampled tokens' logprobs; None unless requested.
+    others: the other completions of the prompt.
+
+    Outputs with the same prompt, tokens and finish reason are equal, even if their requests differ.
     """
 
     request_id: int = field(compare=False)
@@ -63,7 +75,10 @@ class RequestOutput:
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
-        """Return the output of an ended sequence; without a tokenizer its ``text`` is None."""
+        """Return the output of an ended sequence; without a tokenizer, its ``text`` is None.
+
+        Raises ``RoseError`` if the sequence has not ended.
+        """
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
@@ -82,7 +97,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str | None:
-        """The completion, without its end-of-sequence token, cut before the first stop string.
+        """The completion without its end-of-sequence token, cut before the first stop string.
 
         Decoded on first access; None if the engine has no tokenizer.
         """
@@ -97,7 +112,7 @@ class RequestOutput:
         return [self, *self.others]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, with the text instead of its decoder."""
+        """Return the state to copy or pickle, in which the text replaces its decoder."""
         return self.__dict__ | {"text_or_decoder": self.text}
 
 
@@ -108,11 +123,11 @@ def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[],
         return lambda: text.text
     if tokenizer is None:
         return None
-    ends_with_eos = sequence.finish_reason == "stop"  # not a stop string: those set ``text``
+    ends_with_eos = sequence.finish_reason == "stop"  # by a token: with stop strings, ``text`` is set
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
 
 
 def _decoded(likely: list[Likely], tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
-    """Return the logprobs at each output token, by token id, with the text of every token."""
+    """Return a dictionary per output token: its :class:`Logprob` entries by token id, with decoded text."""
     text = cache(lambda token: None if tokenizer is None else tokenizer.decode([token]))
     return [{token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one} for one in likely]

@@ -8,14 +8,17 @@ from rosellm.errors import BusyError
 
 
 class Owned:
-    """The base of an engine, or of several as one, that one scheduler at a time may reserve."""
+    """The base class of an engine, or engines used as one, that one scheduler at a time may reserve."""
 
     def __init__(self) -> None:
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
         self._owner_lock = Lock()
 
     def own(self, scheduler: object, name: str) -> None:
-        """Reserve the engine for ``scheduler``, called ``name`` in errors; raise ``BusyError`` if taken."""
+        """Reserve the engine for ``scheduler``; raise ``BusyError`` if another scheduler owns it.
+
+        name: what errors call this scheduler.
+        """
         with self._owner_lock:
             self.check_owner(scheduler)
             self._owner = scheduler, name

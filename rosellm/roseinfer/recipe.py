@@ -1,6 +1,6 @@
 """Recipes: all choices among variants of the decode step, made once, when an engine is built.
 
-``LADDER`` has all rungs by name: first those of the museum (:mod:`rosellm.ladder`), then recipes.
+``LADDER`` maps names to rungs: first those of the museum (:mod:`rosellm.ladder`), then recipes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 class Recipe(Rung):
     """A choice of one variant per field, for a resident step with packed prefill.
 
-    exhibit: the name of a file in ``notebooks/exhibits``. all_reduce: used with several ranks only.
+    exhibit: the name of a file in ``notebooks/exhibits`` that implements the step, or "none".
+    all_reduce: the implementation of all-reduce; has an effect only with several ranks.
+
+    Raises ``RecipeError`` for an unknown variant, or for variants that do not work together.
     """
 
     attention: Literal["paged", "split"] = "paged"
@@ -62,11 +65,11 @@ class Recipe(Rung):
                 raise RecipeError(f"{rule.field}={rule.value!r} needs {name}={needed!r}: {rule.reason}")
 
     def as_dict(self) -> dict[str, str]:
-        """Return every axis of the ladder with its variant."""
+        """Return the variant on every axis of the ladder, by axis name."""
         return _SETTLED | asdict(self)
 
     def check_serves(self, config: Arch) -> None:
-        """Raise ``RecipeError`` if the exhibit, if any, cannot run this architecture."""
+        """Raise ``RecipeError`` if there is an exhibit and it cannot run this architecture."""
         if self.exhibit != "none":
             load_exhibit(self.exhibit).check_serves(config)
 
@@ -80,12 +83,18 @@ class Recipe(Rung):
                 )
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
-        """Raise ``RecipeError`` if the all-reduce does not work with these kernels."""
+        """Raise ``RecipeError`` if the chosen all-reduce does not work with these kernels.
+
+        kernels: the name of the kernels, "triton" or "torch".
+        """
         if self.all_reduce == "one_shot" and kernels != "triton":
             raise RecipeError("all_reduce='one_shot' is a Triton kernel; use 'library' with kernels='torch'")
 
     def invariant(self) -> Recipe:
-        """Return the batch-invariant recipe; it splits no contexts, as splits depend on other sequences."""
+        """Return the batch-invariant form of this recipe.
+
+        It splits no contexts, since where they are split depends on the other sequences of the batch.
+        """
         return replace(self, numerics="invariant", attention="paged")
 
 
@@ -96,7 +105,7 @@ _OF_RANKS = (
 
 
 class _Rule(NamedTuple):
-    """A variant of a field, the variants of other fields that it needs, and the reason."""
+    """A requirement: if ``field`` has ``value``, the fields in ``needs`` must have the given variants."""
 
     field: str
     value: str
@@ -156,7 +165,7 @@ TRITON_FROM = 7, 0  # tensor cores
 
 
 def best_rung(device: torch.device) -> str:
-    """Return the fastest rung that the device can run: GPUs before Hopper lack dependent launch.
+    """Return the fastest rung that the device can run; GPUs before Hopper lack dependent launch.
 
     Raises ``DeviceError`` for a GPU with a compute capability below ``TRITON_FROM``.
     """
@@ -175,7 +184,11 @@ def best_rung(device: torch.device) -> str:
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:
-    """Return ``name`` if it is a rung, or the best one for None; raise ``RecipeError`` otherwise."""
+    """Return ``name`` if it is the name of a rung; raise ``RecipeError`` otherwise.
+
+    name: None means the best rung for ``device``.
+    device: None means any device, so that the best rung is ``BEST_RUNG``.
+    """
     if name is None:
         return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:

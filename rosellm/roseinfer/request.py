@@ -17,10 +17,11 @@ Likely = list[tuple[int, float, int]]
 
 @dataclass
 class RequestMetrics:
-    """The times when a request and each of its tokens arrived, in ``time.perf_counter`` seconds.
+    """The times at which a request and each of its tokens arrived, in ``time.perf_counter`` seconds.
 
-    Derived times are in seconds, or None if there are too few tokens. preemptions: how often the request
-    was preempted.
+    preemptions: how often the request was preempted.
+
+    Derived times are in seconds, or None if there are too few tokens.
     """
 
     arrival: float
@@ -29,7 +30,7 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """The time from arrival to the first token."""
+        """The time from the request's arrival to its first token."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
@@ -40,7 +41,7 @@ class RequestMetrics:
 
     @property
     def latency(self) -> float | None:
-        """The time from arrival to the last token."""
+        """The time from the request's arrival to its last token."""
         return self.token_times[-1] - self.arrival if self.token_times else None
 
     @property
@@ -52,13 +53,19 @@ class RequestMetrics:
 class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
-    ``tokens`` are prompt and output. The first ``num_cached_tokens`` of them are in the KV cache: between
-    steps, all but the last. ``max_length``: the most tokens it may have. ``block_ids``: its KV blocks.
-    ``finish_reason``: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
-    ``error``. ``seed`` and a token's index determine its random numbers. Any of ``stop_tokens`` ends the
-    sequence. ``replays``: whether, after preemption, its output is decoded again token by token, as before;
-    otherwise it is prefilled, like the prompt. ``logprobs``: one entry per output token, or None unless
-    requested. A scheduler updates ``metrics`` and, with stop strings, ``text``.
+    tokens: prompt and output.
+    num_cached_tokens: how many of ``tokens``, from the first, are in the KV cache: between steps, all but the
+        last.
+    block_ids: its KV blocks.
+    max_length: maximum number of tokens, prompt included.
+    finish_reason: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
+        ``error``.
+    stop_tokens: tokens that end the sequence; empty with ``ignore_eos``.
+    seed: determines, together with a token's index, the random numbers of its choice.
+    replays: whether, after preemption, the output is decoded again token by token, as it was before;
+        otherwise it is prefilled, like the prompt.
+    logprobs: one entry per output token, or None unless requested.
+    metrics, text: updated by a scheduler; ``text`` is None without stop strings.
     """
 
     def __init__(
@@ -97,7 +104,7 @@ class Sequence:
 
     @property
     def prefill_length(self) -> int:
-        """The number of tokens that must be cached before the next one can be chosen."""
+        """The number of tokens that must be cached before the next token can be chosen."""
         return self.n_prompt if self.replays else len(self.tokens)
 
     @property
@@ -118,11 +125,11 @@ class Sequence:
         return self.finish_reason is not None
 
     def commit(self, token: int, num_newly_cached: int) -> bool:
-        """Append a sampled token, and count ``num_newly_cached`` more tokens as cached.
+        """Append a sampled token, count ``num_newly_cached`` more tokens as cached, and return True.
 
-        In a replay, where the token is already known, returns False; raises ``RoseError`` if it differs.
+        In a replay the token is already known: returns False, or raises ``RoseError`` if the tokens differ.
         """
-        tokens = self.tokens  # this runs for every token
+        tokens = self.tokens  # a local name, since this runs for every token
         self.num_cached_tokens += num_newly_cached
         if self.num_cached_tokens < len(tokens):
             self._check_replayed(token)
@@ -135,7 +142,7 @@ class Sequence:
         return True
 
     def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:
-        """Append tokens that another engine generated, and their logprobs if requested, to continue from."""
+        """Append tokens that another engine generated, with their logprobs if requested, to continue."""
         self.tokens += known
         if self.logprobs is not None:
             self.logprobs += logprobs or []
@@ -179,10 +186,12 @@ class Sequence:
 def commit_tokens(
     sequences: list[Sequence], tokens: list[int], num_newly_cached: int
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Give each sequence its token, and count ``num_newly_cached`` more of its tokens as cached.
+    """Commit one token to each sequence, and count ``num_newly_cached`` more of its tokens as cached.
 
-    Returns the sequences that got a new token (``sequences`` itself if all did), and those that failed
-    because no token could be chosen (``NOT_FINITE``).
+    tokens: one per sequence; negative (``NOT_FINITE``) if no token could be chosen.
+
+    Returns the sequences that received a new token (``sequences`` itself if all did), and the sequences that
+    failed.
     """
     got: list[Sequence] = []
     failed: list[Sequence] = []

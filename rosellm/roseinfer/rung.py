@@ -9,7 +9,13 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 
 class Rung:
-    """A way to decode, with one variant on every axis of the ladder; checks pass unless overridden."""
+    """A way to decode, with one variant on every axis of the ladder; checks pass unless overridden.
+
+    launch: "fixed", or "dependent" for programmatic dependent launch.
+    numerics: "fast" or "invariant" (batch-invariant).
+    exhibit: the name of a file in ``notebooks/exhibits``, or "none".
+    has_prefix_cache: whether its engine may have a prefix cache.
+    """
 
     launch: str
     numerics: str = "fast"
@@ -17,7 +23,7 @@ class Rung:
     has_prefix_cache: bool = True
 
     def as_dict(self) -> dict[str, str]:
-        """Return every axis of the ladder with its variant."""
+        """Return the variant on every axis of the ladder, by axis name."""
         raise NotImplementedError
 
     def difference(self, other: Rung) -> dict[str, tuple[str, str]]:
@@ -32,7 +38,10 @@ class Rung:
         """Raise ``RecipeError`` if this rung cannot run on ``n_ranks`` ranks."""
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
-        """Raise ``RecipeError`` if this rung's all-reduce does not work with these kernels."""
+        """Raise ``RecipeError`` if this rung's all-reduce does not work with these kernels.
+
+        kernels: the name of the kernels, "triton" or "torch".
+        """
 
     def check_request(self, params: SamplingParams) -> None:
         """Raise ``SamplingError`` if this rung does not support these parameters."""

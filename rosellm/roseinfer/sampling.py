@@ -19,7 +19,10 @@ NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
 
 def _within(default: Any, kind: type, low: float, high: float, allowed: str) -> Any:
-    """Declare a field of type ``kind`` from ``low`` to ``high``; errors describe the range by ``allowed``."""
+    """Declare a field whose values are of type ``kind``, from ``low`` to ``high``.
+
+    allowed: the description of the range in errors.
+    """
     return field(default=default, metadata={"kind": kind, "low": low, "high": high, "allowed": allowed})
 
 
@@ -34,25 +37,31 @@ def _check(one: Field, value: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it stops; ``SamplingError`` is raised for invalid values.
+    """How the tokens of one request are chosen, and when it stops.
 
-    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0 and
-    -1 (stored as 0) keep all. top_p: keep the smallest set of most likely tokens whose probability reaches it
-    (Holtzman et al. 2020); 1 keeps all. min_p: keep tokens at least that fraction as likely as the most
-    likely one (Nguyen et al. 2024); 0 keeps all. min_p is applied first and top_p last; the most likely token
-    always stays.
+    temperature: logits are divided by it; 0 chooses the most likely token (greedy).
+    top_k: keep the k most likely tokens; 0 and -1 (stored as 0) keep all.
+    top_p: keep the smallest set of most likely tokens whose probability reaches this value (Holtzman et al.
+        2020); 1 keeps all.
+    min_p: keep tokens at least this fraction as likely as the most likely one (Nguyen et al. 2024); 0 keeps
+        all. min_p is applied first and top_p last; the most likely token is always kept.
+    repetition_penalty: for each token in the prompt or output, a positive logit is divided by this value, any
+        other is multiplied by it (Keskar et al. 2019); 1 has no effect. Clamped to the range 1e-30 to 1e30.
+    frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; 0 has no
+        effect.
+    presence_penalty: subtracted once from the logit of a token that occurs in the output; 0 has no effect.
+    max_tokens: maximum number of new tokens.
+    seed: the same seed and logits give the same tokens, whatever other requests share the batch; None draws a
+        fresh seed.
+    ignore_eos: whether to continue past the end-of-sequence token.
+    stop: a string or list of strings at which the text ends; the stop string is not part of the text.
+    logprobs: return each token's log-probability and those of this many most likely tokens, 0 to 20, from the
+        model's logits before penalties and temperature; None returns none.
+    n: number of completions per prompt, 1 to 16,384, in ``LLM.generate`` and ``LLM.chat`` only; completion i,
+        from 0, has ``seed + i``, or a fresh seed.
 
-    repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
-    (Keskar et al. 2019), clamped to the range 1e-30 to 1e30; 1 has no effect. frequency_penalty: subtracted
-    from a token's logit for each of its occurrences in the output; presence_penalty: subtracted once if there
-    is any; 0 has no effect. Penalties come before the temperature, and also affect greedy choices.
-
-    max_tokens: the most new tokens. seed: the same seed and logits give the same tokens whatever shares the
-    batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence token. stop: a string or list
-    of strings at which the text ends, excluding the stop string. logprobs: return each token's
-    log-probability and those of this many most likely tokens, 0 to 20, from the model's logits before
-    penalties and temperature; None returns none. n: completions per prompt, 1 to 16,384, in ``LLM.generate``
-    and ``LLM.chat`` only; the i-th has ``seed + i``, or a fresh seed.
+    Penalties are applied before the temperature, and also affect greedy choices. Raises ``SamplingError`` for
+    invalid values.
     """
 
     temperature: float = _within(1.0, float, 0.0, FLOAT_MAX, "a number from 0 (greedy) to 1.79e308")
@@ -89,7 +98,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def each(self) -> list[SamplingParams]:
-        """Return the parameters of each of the ``n`` completions, each with n = 1 and its own seed."""
+        """Return the parameters of each of the ``n`` completions, with n = 1 and a seed of its own."""
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]

@@ -1,6 +1,6 @@
 """Tensor parallelism: one engine on several GPUs of a host, or in several processes on a CPU.
 
-This process is rank 0. It starts the other ranks as processes, each of which loads its part of the model,
+This process is rank 0. It starts the other ranks as processes. Each of them loads its part of the model,
 builds the same engine on it, and then runs the calls that rank 0's engine sends.
 """
 
@@ -69,11 +69,14 @@ def load_engine(
     load_format: str = "auto",
     **options: Any,
 ) -> Engine:
-    """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, like ``Engine.load``.
+    """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, as ``Engine.load`` does.
 
-    On GPUs, rank r uses GPU r; on a CPU, ranks share its cores. The other ranks end with the engine. Raises
-    ``OptionError``, ``DeviceError`` or ``RecipeError`` before any process starts if the model cannot be
-    sharded or a device is missing, and ``RankError`` if a rank fails, now or whenever the engine is used.
+    options: options of ``Engine``.
+
+    On GPUs, rank r uses GPU r; on a CPU, the ranks share its cores. The other ranks end with the engine. If
+    the model cannot be sharded or a device is missing, raises ``OptionError``, ``DeviceError`` or
+    ``RecipeError`` before any process starts. If a rank fails, now or whenever the engine is used, raises
+    ``RankError``.
     """
     load = Load(model, device, dtype, load_format)
     kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
@@ -85,7 +88,12 @@ def load_engine(
 
 
 class Loaded(NamedTuple):
-    """A model, or rank 0's part, its tokenizer, and a function like ``Engine`` that builds its engine."""
+    """A model that is ready to become an engine.
+
+    build: makes the engine from model, tokenizer and options, as ``Engine`` does.
+    model: the model, or rank 0's part of it.
+    tokenizer: the model's tokenizer.
+    """
 
     build: Callable[..., Engine]
     model: Transformer
@@ -99,7 +107,7 @@ def load_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> Loaded:
-    """Load the model on ``n_ranks`` ranks that will form one engine; raise like :func:`load_engine`.
+    """Load the model on ``n_ranks`` ranks that will form one engine; raise the errors of :func:`load_engine`.
 
     recipe, deterministic, kernels: options of that engine, checked before any rank starts.
     """
@@ -149,7 +157,7 @@ def _check_count(n_ranks: int) -> None:
 
 
 def start_ranks(n_ranks: int, load: Load) -> Leader:
-    """Start the other ranks, which load their parts; return the ``Leader`` once all have connected."""
+    """Start the other ranks, which load their parts; return rank 0's ``Leader`` once all have connected."""
     device = resolve_device(load.device)
     store, port = listen()
     context = mp.get_context("spawn")
@@ -177,7 +185,11 @@ def start_ranks(n_ranks: int, load: Load) -> Leader:
 
 
 def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
-    """Build every rank's engine on its part of the model, with the same options; return rank 0's engine."""
+    """Build every rank's engine on its part of the model, and return rank 0's engine.
+
+    parts: rank 0's part of the model, and the tokenizer.
+    options: options of every rank's ``Engine``.
+    """
     leader.send(options | {"warm_up": False})  # rank 0's engine makes them warm up
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
@@ -196,7 +208,13 @@ def _close(leader: Leader, graphs: Graphs | None) -> None:
 
 @dataclass(frozen=True)
 class _Seat:
-    """The data that starts a rank other than 0: part, pipe to rank 0, all heartbeats, port of the store."""
+    """The data with which a rank other than 0 is started.
+
+    part: the rank's part of the model.
+    pipe: the connection to rank 0.
+    beats: the heartbeat counters of all ranks.
+    port: the port of rank 0's store.
+    """
 
     part: Part
     pipe: Connection
@@ -205,7 +223,7 @@ class _Seat:
 
 
 def _work(seat: _Seat, load: Load) -> None:
-    """Run a rank other than 0, as the main function of its process."""
+    """Run a rank other than 0; this is the main function of its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; rank 0 handles it
     tqdm.set_lock(RLock())  # the default is a semaphore, which a killed process would leak
     try:
@@ -239,7 +257,7 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
 def _spawning() -> Iterator[None]:
     """Spawn processes that do not import the program's main module and show no progress bars.
 
-    They run functions of this package only, so a script needs no ``__main__`` guard.
+    They run only functions of this package, so a script needs no ``__main__`` guard.
     """
     main, bars = sys.modules["__main__"], os.environ.get("TQDM_DISABLE")
     sys.modules["__main__"], os.environ["TQDM_DISABLE"] = ModuleType("__main__"), "1"

@@ -8,8 +8,12 @@ from rosellm.models.loading import AnyTokenizer
 class IncrementalText:
     """The text of one sequence, decoded token by token, ending before the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is resolved, so what :meth:`take`
-    has returned is final. The first stop string to be completed counts, wherever token boundaries fall.
+    stops: the stop strings.
+    stopped: whether a stop string has been completed.
+
+    Text that may be the beginning of a stop string is held back until more tokens decide, so text that
+    :meth:`take` has returned is final. The first stop string to be completed counts, wherever token
+    boundaries fall.
     """
 
     def __init__(self, tokenizer: AnyTokenizer, stops: tuple[str, ...] = ()) -> None:
@@ -23,7 +27,7 @@ class IncrementalText:
 
     @property
     def text(self) -> str:
-        """All final text."""
+        """All text that is final, returned by :meth:`take` or not."""
         return "".join(self._taken + self._pieces)
 
     def push(self, token_id: int) -> None:
@@ -42,7 +46,7 @@ class IncrementalText:
         return new
 
     def take_last(self, _n_without_text: int) -> str:
-        """Return the rest of the text, after :meth:`finish`."""
+        """Return the rest of the text, after :meth:`finish`; the argument matters only to ``LateText``."""
         return self.take()
 
     def finish(self) -> None:
@@ -69,9 +73,10 @@ class IncrementalText:
 
 
 class LateText:
-    """The text of one sequence without stop strings, decoded on demand.
+    """The text of one sequence without stop strings, decoded only when it is taken.
 
-    tokens: the sequence's list, which grows; its first ``begin`` tokens, the prompt, are excluded.
+    tokens: the sequence's list of tokens, which grows.
+    begin: number of tokens of the prompt, which are not decoded.
     """
 
     __slots__ = ("_at", "_push", "_stream", "_tokens")
@@ -82,14 +87,17 @@ class LateText:
         self._push = self._stream.push
 
     def take(self) -> str:
-        """Return the text of the tokens not taken before, except an incomplete character."""
+        """Return the text of the tokens added since the last call, without an incomplete character."""
         begin, self._at = self._at, len(self._tokens)
         if self._at - begin == 1:
             return self._push(self._tokens[-1])
         return "".join(map(self._push, self._tokens[begin:]))
 
     def take_last(self, n_without_text: int) -> str:
-        """Return the rest of the text at the end; the last ``n_without_text`` tokens have none."""
+        """Return the rest of the text when the sequence has ended.
+
+        n_without_text: number of last tokens that have no text, such as the end-of-sequence token.
+        """
         end = len(self._tokens) - n_without_text
         return "".join(map(self._push, self._tokens[self._at : end])) + self._stream.finish()
 

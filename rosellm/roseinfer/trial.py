@@ -25,12 +25,18 @@ def kv_blocks_within_memory(
     measure: Callable[[], int] | None = None,
     least: Callable[[int], int] = int,
 ) -> int:
-    """Return how many blocks per layer fit in memory, at most ``wanted``; may be 0.
+    """Return how many KV blocks per layer fit in memory, at most ``wanted``; may be 0.
+
+    gpt: the model, whose weights are already in memory.
+    wanted: number of blocks per layer that the engine can use.
+    n_rows: maximum number of sequences that decode together.
+    utilization: the fraction of the GPU's memory that the engine may use.
+    measure: returns the working memory of steps in bytes, and is called only if ``wanted`` blocks take more
+        than half of the free memory; None estimates it instead.
+    least: maps this rank's number to the minimum over all ranks.
 
     On a GPU, the blocks may take ``utilization`` of its memory, less what is in use (the weights) and the
-    working memory of steps with ``n_rows`` sequences and of prefills; on a CPU, ``CPU_KV_BYTES``. measure:
-    returns the working memory in bytes, and is called only if ``wanted`` blocks take more than half of the
-    room; None estimates it instead. least: returns the smallest of all ranks' numbers.
+    working memory of prefills and decode steps. On a CPU, they may take ``CPU_KV_BYTES``.
     """
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
     if gpt.device.type != "cuda":
@@ -46,32 +52,35 @@ def kv_blocks_within_memory(
 
 
 def _room(memory: GPUMemory, utilization: float) -> int:
-    """Return how many bytes of the ``utilization`` share of the GPU's memory are not in use."""
+    """Return how many bytes of the ``utilization`` fraction of the GPU's memory are not in use."""
     memory.settle()
     return int(utilization * memory.total) - (memory.total - memory.free)
 
 
 def _estimated_bytes(gpt: Transformer, n_rows: int) -> int:
-    """Estimate the bytes held at once by the largest prefill and by sampling for ``n_rows`` rows."""
+    """Estimate the bytes held at once by the largest prefill and by sampling for ``n_rows`` sequences."""
     config, size = gpt.config, gpt.dtype.itemsize
     widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
     return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4
 
 
 def working_bytes(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
-    """Return the bytes used by the largest prefill (``n_tokens``), the largest decode steps and all graphs.
+    """Return the bytes used by the largest prefill, the largest decode steps and all graphs.
 
-    build: makes a step on a cache of any size, as inert inputs touch no block. The trial runs twice: the
-    first run loads kernels and libraries, which stay loaded and so are not counted in the second.
+    build: makes a step on a KV cache of any size, since inert inputs touch no block.
+    n_tokens: number of tokens of the largest prefill.
+
+    The trial runs twice: the first trial loads kernels and libraries, which stay loaded, so the second trial
+    does not count them.
     """
     _trial(build, n_tokens, memory)
     return _trial(build, n_tokens, memory)
 
 
 def _trial(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
-    """Return the bytes that one trial takes, which captures only the largest graphs.
+    """Run a prefill, capture the largest graphs, and return the bytes used, extrapolated to all graphs.
 
-    The other graphs reuse their memory, and are assumed to have as many nodes.
+    All smaller graphs are assumed to reuse the memory of the largest, and to have as many nodes.
     """
     memory.settle()
     free, reserved = memory.free, memory.reserved

@@ -1,1 +1,1 @@
-"""The families of models, one file each; code outside this folder does not depend on any of them by name."""
+"""The families of models, one file each; code outside this folder depends on none of them by name."""

@@ -19,14 +19,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Family:
     """A model family; each file in ``families`` defines one as ``FAMILY``.
 
-    architecture: the name of the model class in transformers. needed, optional: map fields of ``Arch`` to
-    required and optional fields of ``config.json``. norm: the kind of norm and its default epsilon. eps: the
-    config field of the epsilon. only: the supported values of other config fields, the default first.
-    tensors: map the name of a weight, with ``{}`` for the layer, to the names of the checkpoint's tensors
-    whose rows it joins, in order. prefix: a prefix of tensor names that checkpoints may omit. transposed:
-    weights that are stored as ``[inputs, outputs]``. defaults: config defaults of transformers that differ
-    from those of ``Arch``. parts: the fields of ``Arch`` that all models of the family share. read_own,
-    write_own: convert the other fields of ``config.json``.
+    architecture: the name of the model class in transformers.
+    needed, optional: map fields of ``Arch`` to required and optional fields of ``config.json``.
+    norm: the kind of norm and its default epsilon.
+    eps: the config field of the epsilon.
+    only: the supported values of other config fields, the default first.
+    tensors: maps the name of a weight, with ``{}`` for the layer, to the names of the checkpoint's tensors
+        whose rows the weight joins, in order.
+    prefix: a prefix of tensor names that checkpoints may omit.
+    transposed: names of the weights that are stored as ``[inputs, outputs]``.
+    is_rotary: whether positions are embedded by rotation, not by learned embeddings.
+    defaults: config defaults of transformers that differ from those of ``Arch``.
+    parts: fields of ``Arch`` that are the same in all models of the family.
+    read_own, write_own: convert the remaining fields of ``config.json`` from and to an ``Arch``.
     """
 
     architecture: str
@@ -95,7 +100,10 @@ def _stretched(arch: Arch) -> Arch:
 
 
 def flag(config: Config, name: str) -> bool:
-    """Return a boolean field of ``config``, or False if it is absent."""
+    """Return a boolean field of ``config``, or False if the field is absent.
+
+    Raises ``CheckpointError`` if the value is not a boolean.
+    """
     found = config.get(name, False)
     check(isinstance(found, bool), name, found, "true or false")
     return found
@@ -104,7 +112,7 @@ def flag(config: Config, name: str) -> bool:
 def with_window(arch: Arch, config: Config) -> Arch:
     """Return ``arch`` with the sliding window of the config, if all layers use it.
 
-    Raises ``CheckpointError`` if only some layers do, or if the fields contradict each other.
+    Raises ``CheckpointError`` if only some layers use it, or if the fields contradict each other.
     """
     window = config["sliding_window"] if flag(config, "use_sliding_window") else None
     n_layers, kinds = arch.n_layers, config.get("layer_types")

@@ -1,1 +1,1 @@
-"""The paged KV cache: blocks, block tables, prefix cache, and per-sequence state on the device."""
+"""The paged KV cache: blocks, block tables, the prefix cache, and per-sequence state on the device."""

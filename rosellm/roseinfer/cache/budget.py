@@ -1,4 +1,4 @@
-"""The budget of KV blocks: how many are free, how many are reserved, and how many sequences need."""
+"""The budget of KV blocks: how many are free, how many are reserved, and how many sequences will need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ STEPS_ENSURED = 16
 class BlockBudget:
     """Counts of free, reserved and needed blocks of the KV cache; one block spans all layers.
 
-    run_ahead: the most steps in flight, each of which adds one token per sequence. ``reserved``: the blocks
-    that all admitted sequences would hold at their full lengths, which may exceed the total.
+    blocks: the KV cache.
+    prefix_cache: holds blocks that can be evicted; None if prompts are not cached.
+    run_ahead: maximum number of steps in flight, each of which adds one token per sequence.
+    reserved: number of blocks that all admitted sequences would hold at full length; may exceed the total.
     """
 
     def __init__(self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
@@ -26,7 +28,7 @@ class BlockBudget:
 
     @property
     def free(self) -> int:
-        """The number of blocks that no sequence and no prefix-cache entry holds."""
+        """The number of blocks held neither by a sequence nor by a prefix-cache entry."""
         return self.blocks.num_free_blocks()
 
     @property
@@ -36,39 +38,42 @@ class BlockBudget:
 
     @property
     def unreserved(self) -> int:
-        """The number of blocks not reserved for admitted sequences."""
+        """The number of blocks not reserved for admitted sequences; may be negative."""
         return self.blocks.max_blocks_per_layer - self.reserved
 
     def reserve(self, sequence: Sequence) -> None:
-        """Count the blocks of a newly admitted sequence as reserved."""
+        """Add the blocks of a newly admitted sequence, at full length, to ``reserved``."""
         self.reserved += self.max_blocks(sequence)
 
     def unreserve(self, sequence: Sequence) -> None:
-        """Stop counting the blocks of a sequence that has released them."""
+        """Subtract the blocks of a sequence that has freed them from ``reserved``."""
         self.reserved -= self.max_blocks(sequence)
 
     def max_blocks(self, sequence: Sequence) -> int:
-        """Return the largest number of blocks the sequence can hold; its last token is never cached."""
+        """Return the maximum number of blocks that the sequence can hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.blocks.block_size)
 
     def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
-        """Return how many new blocks it takes to cache ``counts[i]`` more tokens of each sequence i.
+        """Return how many new blocks are needed to cache ``counts[i]`` more tokens of each sequence i.
 
-        counts: None means all tokens still to be prefilled. Clones of shared blocks are included.
+        counts: None means all tokens still to be prefilled.
+
+        Clones of shared blocks are included.
         """
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
         return sum(self._to_hold(s, s.num_cached_tokens + n) for s, n in zip(sequences, chunks, strict=True))
 
     def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
-        """Return how many new blocks each sequence needs for steps in flight and the next ``steps`` steps."""
+        """Return how many new blocks each sequence needs for the steps in flight and ``steps`` more steps."""
         ahead = self.run_ahead + steps - 1
         return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
     def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
-        """Evict cached prefixes until ``n_blocks`` blocks are free; return whether that many are.
+        """Evict cached prefixes until ``n_blocks`` blocks are free; return whether that many are free.
 
-        If that is not enough, also evict prefixes that share the last blocks of ``sequences``, which will be
-        written to: this frees no block but saves a clone.
+        sequences: sequences whose last blocks will be written to. If eviction frees too few blocks, prefixes
+            that share these last blocks are evicted too: this frees no block, but the shared block need not
+            be cloned.
         """
         if self.prefix_cache is not None:
             self.prefix_cache.make_room(n_blocks, [i for s in sequences for i in s.block_ids[-1:]])
@@ -82,10 +87,10 @@ class BlockBudget:
         return self.free >= self.blocks_to_prefill(sequences, counts)  # evictions may have saved clones
 
     def make_room_to_decode(self, sequences: list[Sequence]) -> bool:
-        """Evict cached prefixes if needed; return whether there are blocks for one more step.
+        """Evict cached prefixes if needed; return whether there are enough blocks for one more step.
 
-        The exact need (a block for each sequence whose last one is full, or shared and so cloned) is computed
-        only if fewer blocks are free than tokens can be in flight.
+        A sequence needs a block if its last one is full, or is shared and must be cloned. The exact need is
+        computed only if fewer blocks are free than tokens can be in flight.
         """
         if self.free >= (self.run_ahead + 1) * len(sequences):
             return True
@@ -96,8 +101,9 @@ class BlockBudget:
     def ensure_decode(self, sequences: list[Sequence]) -> bool:
         """Like :meth:`make_room_to_decode`, for callers that pass the same, unchanged list at every step.
 
-        Counts the blocks for ``STEPS_ENSURED`` steps at once, since counting visits every sequence. The count
-        holds for these steps while that many blocks are free, even if other sequences allocate some.
+        Counting visits every sequence, so blocks are counted for ``STEPS_ENSURED`` steps at once. The result
+        is reused for these steps as long as that many blocks are free, even if other sequences allocate
+        blocks.
         """
         if self._ensured is sequences and self._ensured_steps and self.free >= self._ensured_need:
             self._ensured_steps -= 1
@@ -107,7 +113,7 @@ class BlockBudget:
         return self.free >= self._ensured_need or self.make_room_to_decode(sequences)
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
-        """Return how many more blocks ``sequence`` needs for ``length`` tokens, including any clone."""
+        """Return how many more blocks ``sequence`` needs to hold ``length`` tokens, including any clone."""
         held, size = sequence.block_ids, self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
         if length <= reserved:

@@ -1,8 +1,8 @@
-"""Per-sequence state on the device, so that a decode step needs nothing from the host.
+"""Per-sequence state on the device, so that a decode step needs no input from the host.
 
-One row of 32-bit words per sequence: its last token, its number of cached tokens, its stopping conditions,
-its sampling parameters and its block table. A row with a negative position is inert: nothing is written for
-it.
+A state row holds, in 32-bit integers, a sequence's last token, its number of cached tokens, its stopping
+conditions, its sampling parameters and its block table. A row with a negative position is inert: it belongs
+to no running sequence, and steps write nothing for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P = 0,
 REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, FIELDS = 11, 12, 13, 14, 15, 16
 INERT = NO_STOP = -1
 ROUNDS = 64
-# Words that the advance kernel reads or writes, as its constants.
+# Fields that the advance kernel reads or writes, passed to it as constants.
 ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -26,18 +26,32 @@ _ROW = struct.Struct("<6iq6f2i")
 
 
 class DeviceState:
-    """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` that receives the tokens.
+    """The state rows of all sequences on the device, and the ring that receives their new tokens.
 
-    The ring is host memory that the device writes to (pinned if there is a GPU). The token of a row's r-th
-    step, counted from 0, is at ``ring[r % ROUNDS, row]``: INERT if the row was inert, NOT_FINITE if no token
-    could be chosen. S: number of rows; W: the most blocks of a sequence.
+    S is the number of rows, W the maximum number of blocks of a sequence.
 
-    The attributes are views: tokens, positions, limits (number of tokens at full length), stops (a token that
-    ends a row, or -1), rounds (number of steps, modulo ROUNDS), top_k, counts (1 + the row's index in
-    ``TokenCounts``, or 0) and prompts (prompt length), int32 ``[S]``; seeds int64 ``[S]``; temperatures,
-    top_p, min_p, repetition, presence and frequency fp32 ``[S]``; table int32 ``[S, W]``. Any of stop_tokens
-    ``[E]`` int32, the model's end-of-sequence tokens, ends a row that has a stop. Views that few steps need
-    are created on access.
+    rows: int32 ``[S, R]``, R = ``FIELDS + W`` rounded up to a multiple of 4.
+    ring: int32 ``[ROUNDS, S]`` in host memory that the device writes to (pinned if there is a GPU). The token
+        of a row's r-th step, counted from 0, is at ``ring[r % ROUNDS, row]``: INERT if the row was inert,
+        NOT_FINITE if no token could be chosen.
+    stop_tokens: int32 ``[E]``, the model's end-of-sequence tokens, which end any row whose stop is not -1.
+
+    The other attributes are views of ``rows``, created on access if few steps need them. Int32 ``[S]``:
+
+    tokens: the last token, the input of the next step.
+    positions: number of cached tokens; negative if the row is inert.
+    limits: number of tokens at full length.
+    stops: a token that ends the row, or -1 if no token does.
+    rounds: number of steps that have run on the row, inert or not, modulo ROUNDS.
+    top_k: 0 keeps all tokens.
+    counts: 1 + the sequence's row in the table of ``TokenCounts``, or 0 if it has none.
+    prompts: length of the prompt.
+
+    Other types:
+
+    seeds: int64 ``[S]``.
+    temperatures, top_p, min_p, repetition, presence, frequency: fp32 ``[S]``.
+    table: int32 ``[S, W]``, the block ids.
     """
 
     def __init__(
@@ -84,24 +98,24 @@ class DeviceState:
 
     @property
     def filtered(self) -> Tensor:
-        """Whether each row is sampled with top-k, top-p or min-p, ``[S]`` bool."""
+        """Whether each row is sampled with top-k, top-p or min-p: ``[S]`` bool."""
         return (self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def by_mass(self) -> Tensor:
-        """Whether each row is sampled with top-p but neither top-k nor min-p, ``[S]`` bool."""
+        """Whether each row is sampled with top-p but with neither top-k nor min-p: ``[S]`` bool."""
         return self.filtered & (self.top_k == 0) & (self.min_p <= 0)
 
     def first(self, n_rows: int) -> DeviceState:
-        """Return a view of the first ``n_rows`` rows; it shares the ring."""
+        """Return a view of the first ``n_rows`` rows, with the same ring."""
         return self.of(self.rows[:n_rows])
 
     def at(self, slots: Tensor) -> DeviceState:
-        """Return a copy of the rows ``slots``; it shares the ring."""
+        """Return a copy of the rows ``slots`` ``[n]``, with the same ring."""
         return self.of(self.rows[slots])
 
     def of(self, rows: Tensor) -> DeviceState:
-        """Return a state of the given rows, a tensor ``[n, FIELDS + W]`` int32; it shares the ring."""
+        """Return a state with the given rows, int32 ``[n, R]``, and the same ring."""
         part = object.__new__(DeviceState)
         part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])
@@ -109,10 +123,11 @@ class DeviceState:
 
 
 def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -> bytes:
-    """Return the first ``FIELDS`` words of a sequence's row, as little-endian bytes.
+    """Return the ``FIELDS`` fields of a sequence's state row, as little-endian 32-bit integers.
 
-    position: its number of cached tokens; rounds: the row's number of steps, modulo ``ROUNDS``; counts: 1 +
-    its index in ``TokenCounts``, or 0.
+    position: number of cached tokens; the token at this position is the row's last token.
+    rounds: number of steps that have run on the row, modulo ``ROUNDS``.
+    counts: 1 + the sequence's row in the table of ``TokenCounts``, or 0 if it has none.
     """
     params, token = sequence.params, sequence.tokens[position]
     stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP

@@ -9,18 +9,18 @@ import torch
 
 
 class GPUMemory:
-    """The memory of one GPU, in bytes; torch keeps what it has reserved until :meth:`settle`.
+    """The memory of one GPU, in bytes; torch keeps memory that it has reserved until :meth:`settle`.
 
-    least: returns the smallest of all ranks' numbers (``group.Group.least``).
+    least: maps this rank's number to the minimum over all ranks (``group.Group.least``).
     """
 
     def __init__(self, device: torch.device, least: Callable[[int], int] = int) -> None:
         self._device, self._least = device, least
 
     def settle(self) -> None:
-        """Return unused memory to the driver and reset the peak.
+        """Return unused memory to the driver, and reset the peak.
 
-        Collects garbage first, since a dropped engine may hold its cache until then.
+        Garbage is collected first, since a dropped engine may hold its KV cache until then.
         """
         gc.collect()
         torch.cuda.empty_cache()
@@ -28,7 +28,7 @@ class GPUMemory:
 
     @property
     def free(self) -> int:
-        """Bytes of the GPU that no process uses, the minimum over all ranks."""
+        """The number of bytes that no process uses, the minimum over the GPUs of all ranks."""
         return self._least(torch.cuda.mem_get_info(self._device)[0])
 
     @property
@@ -37,10 +37,10 @@ class GPUMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch has reserved, in use or not."""
+        """The number of bytes that torch has reserved, in use or not."""
         return torch.cuda.memory_reserved(self._device)
 
     @property
     def peak(self) -> int:
-        """Peak bytes reserved by torch since the last :meth:`settle`."""
+        """The peak number of bytes reserved by torch since the last :meth:`settle`."""
         return torch.cuda.max_memory_reserved(self._device)

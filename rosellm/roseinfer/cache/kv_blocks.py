@@ -23,13 +23,16 @@ def blocks_for(n_tokens: int, block_size: int) -> int:
 
 
 class KVBlocks:
-    """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
+    """Keys and values of all layers in reference-counted blocks, each ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``.
 
-    num_heads: number of key/value heads. Callers own lists of block ids, one per sequence, and pass them in;
-    methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
-    follows it. A partly filled shared block is cloned before the first write (copy on write), so other
-    holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. caches: K and V; None
-    allocates them. copy_on_ranks: runs :meth:`copy_block` on every rank; None if there is only one rank.
+    num_heads: number of key/value heads.
+    caches: existing tensors of keys and values; None allocates them.
+    copy_on_ranks: runs :meth:`copy_block` on every rank; None if there is only one rank.
+
+    Callers keep a list of block ids per sequence and pass it in; methods that add tokens extend the list in
+    place. A full shared block is never cloned: a new block follows it. A partly filled shared block is cloned
+    before the first write (copy on write), so its other holders are unaffected. ``KVCacheExhausted`` is
+    raised before anything changes.
     """
 
     copy_on_ranks: Callable[[int, int], object] | None = None
@@ -50,7 +53,7 @@ class KVBlocks:
         self.k_cache, self.v_cache = new if caches is None else caches
         self.num_layers, self.block_size = num_layers, block_size
         self.max_blocks_per_layer = max_blocks_per_layer
-        self._lengths = [0] * max_blocks_per_layer  # tokens with slots
+        self._lengths = [0] * max_blocks_per_layer  # number of tokens with slots, per block
         self._refs = [0] * max_blocks_per_layer
         self._cached = [0] * max_blocks_per_layer  # holders that are prefix-cache entries
         self._evictable = 0  # blocks held by prefix-cache entries only
@@ -64,7 +67,7 @@ class KVBlocks:
         return self._evictable
 
     def length(self, block_id: int) -> int:
-        """Return the number of tokens with slots in a block; raise ``KeyError`` if it is free."""
+        """Return the number of tokens that have slots in a block; raise ``KeyError`` if the block is free."""
         if self._refs[block_id] == 0:
             raise KeyError(f"block {block_id} is free")
         return self._lengths[block_id]
@@ -73,7 +76,7 @@ class KVBlocks:
         return self._refs[block_id]
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a holder to each block; raise ``KeyError``, changing nothing, if one is free."""
+        """Add a holder to each block; raise ``KeyError``, changing nothing, if any block is free."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 raise KeyError(f"block {block_id} is free and cannot be shared")
@@ -82,21 +85,21 @@ class KVBlocks:
             self._refs[block_id] += 1
 
     def cache_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a prefix-cache entry, which can be evicted, as a holder of each block."""
+        """Add a prefix-cache entry, which can be evicted, to the holders of each block."""
         self.incref_blocks(block_ids)
         for block_id in block_ids:
             self._cached[block_id] += 1
             self._evictable += self._refs[block_id] == self._cached[block_id]
 
     def evict_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a prefix-cache entry from each block's holders."""
+        """Remove a prefix-cache entry from the holders of each block."""
         for block_id in block_ids:
             self._evictable -= self._refs[block_id] == self._cached[block_id]
             self._cached[block_id] -= 1
         self.free_blocks(block_ids)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a holder from each block; a block without holders is free.
+        """Remove a holder from each block; a block without holders becomes free.
 
         Raises ``KeyError``, changing nothing, if a block is listed more often than it has holders;
         prefix-cache entries do not count as holders here.
@@ -114,7 +117,10 @@ class KVBlocks:
                 self._evictable += self._refs[block_id] == self._cached[block_id]
 
     def reserve_prompt(self, block_ids: list[int], n_tokens: int) -> None:
-        """Reserve slots for ``n_tokens`` more tokens of one sequence; extend ``block_ids`` in place."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence, and extend ``block_ids`` in place.
+
+        Raises ``KVCacheExhausted``, changing nothing, if too few blocks are free.
+        """
         length = self._lengths[block_ids[-1]] if block_ids else self.block_size
         room = self.block_size - length
         clone = bool(room) and n_tokens > 0 and self._refs[block_ids[-1]] > 1
@@ -127,13 +133,16 @@ class KVBlocks:
             block_ids.append(self._allocate(min(self.block_size, n_tokens - first)))
 
     def tokens_reserved(self, block_ids: list[int]) -> int:
-        """Return the number of a sequence's tokens that have reserved slots."""
+        """Return the number of a sequence's tokens for which slots are reserved."""
         if not block_ids:
             return 0
         return (len(block_ids) - 1) * self.block_size + self._lengths[block_ids[-1]]
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """Return the id of a copy of a block's first ``length`` tokens; the original loses a holder."""
+        """Return the id of a new block that holds a block's first ``length`` tokens.
+
+        The original block loses a holder. Raises ``KVCacheExhausted`` if no block is free.
+        """
         self._check_room(1)
         clone = self._allocate(length)
         (self.copy_on_ranks or self.copy_block)(block_id, clone)
@@ -141,7 +150,7 @@ class KVBlocks:
         return clone
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy keys and values of block ``source`` to ``target``, in every layer."""
+        """Copy the keys and values of block ``source`` to block ``target``, in every layer."""
         for cache in (self.k_cache, self.v_cache):
             cache[:, target].copy_(cache[:, source])
 
@@ -166,7 +175,7 @@ class KVBlocks:
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
         """Assert that each block is either free (listed once, no holders, no tokens) or held.
 
-        held: the expected number of holders of each block in use; if given, the counts must match.
+        held: maps each block in use to its expected number of holders; None skips this check.
         """
         ids = range(self.max_blocks_per_layer)
         unheld = {b for b in ids if self._refs[b] == 0}
@@ -190,7 +199,7 @@ class KVBlocks:
         return block_id
 
     def _needs_block(self, block_ids: list[int]) -> bool:
-        """Return whether one more token takes a block: a new one, or the clone of a shared one."""
+        """Return whether one more token needs another block: a new one, or the clone of a shared one."""
         if not block_ids or self._lengths[block_ids[-1]] == self.block_size:
             return True
         return self._refs[block_ids[-1]] > 1
@@ -204,7 +213,7 @@ class KVBlocks:
 
 
 def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros; on a CPU the pages are mapped lazily, while ``torch.zeros`` would write them all."""
+    """Return zeros; on a CPU, pages are mapped at their first use, while ``torch.zeros`` would write all."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

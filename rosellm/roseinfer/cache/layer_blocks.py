@@ -13,7 +13,12 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 
 
 class KVBlockInfo(NamedTuple):
-    """A block in use: its layer, its index there, the position of its first token, and its token count."""
+    """A block in use.
+
+    layer, block_index: its layer and its index in that layer's pool.
+    start: the position of its first token in the sequence.
+    length: number of tokens in it.
+    """
 
     layer: int
     block_index: int
@@ -24,8 +29,8 @@ class KVBlockInfo(NamedTuple):
 class KVBlockManager:
     """A KV cache in which each layer allocates its own blocks, with ids ``layer * N_BLOCKS + block_index``.
 
-    Layout, sharing and copy on write are those of ``KVBlocks``, which engines use and whose block i is block
-    i of every layer. ``KVCacheExhausted`` is raised before anything changes.
+    Layout, sharing and copy on write are as in ``KVBlocks``, the cache of engines, where one block id stands
+    for the same block in every layer. ``KVCacheExhausted`` is raised before anything changes.
     """
 
     def __init__(
@@ -63,12 +68,12 @@ class KVBlockManager:
             self._starts[block_ids[-1]] = (len(block_ids) - 1) * self.block_size
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a holder to each block; raise ``KeyError`` if one is free."""
+        """Add a holder to each block; raise ``KeyError`` if any block is free."""
         for layer, indices in self._by_layer(block_ids):
             self._pools[layer].incref_blocks(indices)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a holder from each block; raise ``KeyError`` for a block with too few holders."""
+        """Remove a holder from each block; raise ``KeyError`` if a block has too few holders."""
         for layer, indices in self._by_layer(block_ids):
             self._pools[layer].free_blocks(indices)
 
@@ -80,7 +85,7 @@ class KVBlockManager:
         return self._pools[layer_idx].num_free_blocks()
 
     def info(self, block_id: int) -> KVBlockInfo:
-        """Return the metadata of a block in use; raise ``KeyError`` if it is free."""
+        """Return the metadata of a block in use; raise ``KeyError`` if the block is free."""
         layer, index = divmod(block_id, self.max_blocks_per_layer)
         return KVBlockInfo(layer, index, self._starts[block_id], self._pools[layer].length(index))
 

@@ -1,4 +1,4 @@
-"""The limits that a request must respect."""
+"""An engine's limits on a request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from rosellm.roseinfer.sampling import SamplingParams
 class Limits:
     """An engine's limits on a request, which can be checked without the engine.
 
-    n_positions: the model's number of positions; max_model_len: the most tokens of a request, prompt and
-    output; num_kv_blocks: number of blocks per layer, of ``block_size`` tokens each.
+    vocab_size: token ids must be below it.
+    n_positions: number of positions of the model.
+    max_model_len: maximum number of tokens of a request, prompt and output together.
+    block_size: number of tokens per KV block.
+    num_kv_blocks: number of KV blocks per layer.
     """
 
     vocab_size: int
@@ -24,7 +27,7 @@ class Limits:
     num_kv_blocks: int
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise ``PromptError`` or ``SamplingError`` for a request that can never run."""
+        """Raise ``PromptError`` or ``SamplingError`` if the request can never run."""
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {describe(params)}; give SamplingParams")
         if params.n > 1:

@@ -1,8 +1,8 @@
 """The prefix cache, which reuses KV blocks of earlier prompts for prompts with the same beginning.
 
-Prompts are kept in lexicographic order, so the one with the longest prefix in common with a query is next to
-the query's insertion point: a lookup costs O(length x log entries). RadixAttention (arXiv:2312.07104) uses a
-radix tree for the same purpose.
+Prompts are kept in lexicographic order, so the prompt that shares the longest prefix with a query is next to
+the query's insertion point, and a lookup takes time O(length x log entries). RadixAttention
+(arXiv:2312.07104) uses a radix tree for the same purpose.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ Tokens = tuple[int, ...]
 
 
 class PrefixCache:
-    """Cached prompts and their reference-counted blocks; the least recently used is evicted first.
+    """Cached prompts and their reference-counted blocks; the least recently used prompt is evicted first.
 
-    A cached block is never written: a sequence that appends to it shares it with the entry, so ``KVBlocks``
-    clones it first (copy on write). alignment: matches are truncated to a multiple of this many tokens.
+    A cached block is never written: a sequence that would append to it shares it with the cache entry, so
+    ``KVBlocks`` clones it first (copy on write).
+
+    alignment: matches are truncated to a multiple of this number of tokens.
+    hits, hit_tokens: number of successful matches, and of the tokens that they matched.
     """
 
     def __init__(self, blocks: KVBlocks, alignment: int = 1) -> None:
@@ -42,9 +45,9 @@ class PrefixCache:
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
         """Find the longest cached prefix of ``tokens``; return its length and its block ids.
 
-        The last token is never matched. The caller becomes a holder of the blocks. A last block that holds
-        more than was matched is cloned; if no block is free for the clone, even after eviction, only full
-        blocks are matched.
+        The last token is never matched, since it must be computed to choose the next one. The caller becomes
+        a holder of the blocks. If the last block holds more tokens than were matched, it is cloned; if no
+        block is free for the clone, even after eviction, only full blocks are matched.
         """
         entry, n_common = self._nearest(tuple(tokens))
         n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
@@ -59,7 +62,7 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[int]) -> None:
-        """Cache the blocks that hold ``tokens``, or refresh an entry that already begins with them."""
+        """Cache the blocks that hold ``tokens``; if an entry begins with them, only mark it as just used."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
@@ -71,10 +74,11 @@ class PrefixCache:
         insort(self._ordered, prompt)
 
     def make_room(self, n_blocks: int, written: Iterable[int] = ()) -> None:
-        """Evict entries until ``n_blocks`` blocks are free, or eviction would free no more.
+        """Evict entries until ``n_blocks`` blocks are free, or until eviction would free no more blocks.
 
-        written: blocks about to be appended to; ``n_blocks`` includes the clones of shared ones. If eviction
-        frees too few, entries that share ``written`` blocks are evicted too, so that no clone is needed.
+        written: blocks about to be appended to; ``n_blocks`` includes the clones of those that are shared. If
+            eviction frees too few blocks, entries that share ``written`` blocks are evicted too, so that no
+            clone is needed.
         """
         while self.blocks.num_free_blocks() < n_blocks and (entry := self._least_useful()) is not None:
             self._evict(entry)
@@ -83,7 +87,7 @@ class PrefixCache:
             self._end_sharing(n_blocks - self.blocks.num_free_blocks(), partial)
 
     def holdings(self) -> Counter[int]:
-        """Return the number of entries that hold each block."""
+        """Return the number of entries that hold each block, by block id."""
         return Counter(chain.from_iterable(self._entries.values()))
 
     def num_evictable(self) -> int:
@@ -96,7 +100,7 @@ class PrefixCache:
             self._evict(entry)
 
     def _nearest(self, tokens: Tokens) -> tuple[Tokens, int]:
-        """Return the entry with the longest prefix in common with ``tokens``, and that prefix's length."""
+        """Return the entry that shares the longest prefix with ``tokens``, and the length of that prefix."""
         place = bisect_left(self._ordered, tokens)
         beside = self._ordered[max(place - 1, 0) : place + 1]
         found = [(entry, common_prefix(entry, tokens)) for entry in beside]
@@ -108,8 +112,8 @@ class PrefixCache:
     def _least_useful(self) -> Tokens | None:
         """Return the least recently used entry whose eviction frees a block, or None.
 
-        Holders of a block also hold the blocks before it, so an entry's last block has the fewest holders. If
-        several entries end in the same block, any of them may be returned.
+        Every holder of a block also holds the blocks before it, so the last block of an entry has the fewest
+        holders. If several entries end in the same block, any of these entries may be returned.
         """
         if not self.num_evictable():
             return None
@@ -133,7 +137,12 @@ class PrefixCache:
             n_blocks -= self.blocks.ref_count(block_id) == 1
 
     def _own_tail(self, block_ids: list[int], n_tokens: int) -> int:
-        """Clone a last block that holds more tokens, or drop it if none is free; return the match length."""
+        """Clone the last block if it holds more than ``n_tokens``, or drop it if no block is free.
+
+        n_tokens: number of matched tokens.
+
+        Returns the number of tokens that the blocks then match.
+        """
         n_full = (len(block_ids) - 1) * self.blocks.block_size
         if self.blocks.length(block_ids[-1]) == n_tokens - n_full:
             return n_tokens
@@ -153,7 +162,7 @@ class PrefixCache:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return the number of equal leading tokens, by binary search over slices, which Python compares fast."""
+    """Return the number of equal leading tokens, by binary search: Python compares slices fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -14,12 +14,14 @@ MOST_BUFFERS = 16
 
 
 class StagingBuffer:
-    """Host memory for non-blocking copies to the device, reused and grown, pinned if there is a GPU.
+    """Reusable host memory for non-blocking copies to the device, pinned if there is a GPU.
 
-    A buffer is rewritten only after its copy has finished, which an event signals. Copies queue behind the
-    steps in flight; while the oldest copy is unfinished, another buffer is used, so the host waits only with
-    ``MOST_BUFFERS`` copies in flight (``waits`` counts how often). If the host waits for each step's tokens,
-    one buffer is enough.
+    Buffers grow as needed. A buffer is rewritten only after its last copy has finished, which an event
+    signals. Copies queue behind the steps in flight; while the oldest copy is unfinished, another buffer is
+    used, so the host waits only if ``MOST_BUFFERS`` copies are in flight. If the host waits for each step's
+    tokens, one buffer is enough.
+
+    waits: how often the host has waited for a buffer.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -47,7 +49,7 @@ class StagingBuffer:
         return self._given
 
     def put(self, array: np.ndarray) -> StagingBuffer:
-        """Stage ``array`` for :meth:`send`; copies it unless it is the last array from :meth:`host`."""
+        """Stage ``array`` for :meth:`send`; it is copied unless it is the latest array from :meth:`host`."""
         if array is not self._given:
             self.host(*array.shape)[...] = array
         return self

@@ -12,11 +12,13 @@ from rosellm.roseinfer.request import Sequence
 
 
 class TokenCounts:
-    """The host's assignment of rows of a device table ``[S, V]`` int32 to requests with penalties.
+    """The host's assignment of the rows of a device table ``[S, V]`` int32 to requests with penalties.
 
-    An entry is twice the token's number of occurrences in the output, plus 1 if it is in the prompt. The last
-    output token is not included; the step that has it as input counts it (``penalties.count_tokens``).
-    call: ``Worker.call``, where the worker holds the table.
+    A table entry is twice the number of times that the token occurs in the output, plus 1 if the token is in
+    the prompt. The last output token is not yet included: it is counted by the step that reads it as input
+    (``penalties.count_tokens``).
+
+    call: ``Worker.call``; every rank's worker holds the table.
     """
 
     def __init__(self, n_rows: int, call: Call) -> None:
@@ -25,9 +27,12 @@ class TokenCounts:
         self._free = list(range(n_rows))  # min-heap
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
-        """Upload the counts of tokens before each sequence's position; return 1 + each sequence's table row.
+        """Assign table rows to sequences with penalties, and upload the counts of their tokens so far.
 
-        A sequence without penalties gets 0. Everything is sent in one copy; the host does not wait for it.
+        positions: only tokens before a sequence's position are counted.
+
+        Returns 1 + the table row of each sequence, or 0 for a sequence without penalties. All counts are sent
+        in one copy, for which the host does not wait.
         """
         penalised = [i for i, s in enumerate(sequences) if s.params.is_penalised]
         places = [0] * len(sequences)
@@ -39,7 +44,7 @@ class TokenCounts:
         return places
 
     def drop(self, sequence: Sequence) -> None:
-        """Free the table row of a sequence that has left the batch."""
+        """Free the table row, if any, of a sequence that has left the batch."""
         place = self._place_of.pop(sequence, None)
         if place is not None:
             heapq.heappush(self._free, place)
@@ -50,7 +55,7 @@ class TokenCounts:
         return self._place_of[sequence]
 
     def _send(self, places: list[int], seen: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Overwrite table rows ``places`` with the entries of their ``seen`` tokens, and 0 elsewhere."""
+        """Overwrite table rows ``places`` with the entries of their ``seen`` tokens, and with 0 elsewhere."""
         tokens, numbers = (np.concatenate(arrays) for arrays in zip(*seen, strict=True))
         place = np.repeat(places, [len(own) for own, _ in seen])
         words = np.concatenate((places, place, tokens, numbers)).astype(np.int32)
@@ -58,9 +63,9 @@ class TokenCounts:
 
 
 def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct tokens of the prompt and of the output before ``position``, and their entries.
+    """Return the distinct tokens of the prompt and of the output before ``position``, with their entries.
 
-    Both are ``[n]`` int32; the entries are those of the table that ``TokenCounts`` describes.
+    Both arrays are int32 ``[n]``; ``TokenCounts`` describes the entries.
     """
     numbers: dict[int, int] = dict(zip(sequence.prompt, repeat(1)))
     for token in sequence.tokens[sequence.n_prompt : position]:

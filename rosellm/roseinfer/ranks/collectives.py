@@ -1,7 +1,7 @@
 """Collectives among the ranks of one host, with ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
 
-Process groups belong to an engine, not to the process, so several engines may each have one. All sockets
-listen on the loopback interface only.
+Process groups belong to an engine, not to the process, so each of several engines may have its own. All
+sockets listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = timedelta(minutes=30)  # ``watch`` detects dead and hung ranks
 
 
 def listen() -> tuple[dist.TCPStore, int]:
-    """Start the store through which the ranks find each other; return it and its port."""
+    """Start the store through which the ranks find each other; return the store and its port."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
         store = dist.TCPStore(
@@ -45,7 +45,11 @@ def connect(port: int) -> dist.TCPStore:
 class Collectives:
     """Collectives of the ranks; all ranks must make the same calls in the same order.
 
-    The constructor blocks until all ranks call it.
+    The constructor blocks until all ranks have called it.
+
+    store: the store through which the ranks find each other.
+    part: this rank's number, and the number of ranks.
+    device: this rank's device.
     """
 
     def __init__(self, store: dist.Store, part: Part, device: torch.device) -> None:
@@ -59,7 +63,7 @@ class Collectives:
             torch.cuda.synchronize(device)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum the ranks' contiguous tensors in place, on the current stream (all-reduce)."""
+        """Sum the ranks' contiguous tensors in place, on the current stream (all-reduce); return ``x``."""
         options = dist.AllreduceOptions()
         options.asyncOp = False
         _wait(self._on_device.allreduce([x], options))
@@ -68,7 +72,8 @@ class Collectives:
     def gathered(self, x: Tensor) -> Tensor:
         """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather).
 
-        It calls a private method, as ``dist.all_gather_into_tensor`` takes only process-wide groups.
+        This calls a private method, since ``dist.all_gather_into_tensor`` works only with process-wide
+        groups.
         """
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         options = c10d.AllgatherOptions()
@@ -77,7 +82,7 @@ class Collectives:
         return out.view(self._size, *x.shape)
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers, exchanged through gloo on the host."""
+        """Return the minimum of the ranks' numbers, exchanged through gloo on the host."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         numbers = torch.tensor([number])
@@ -85,7 +90,7 @@ class Collectives:
         return int(numbers)
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """Return ``n_bytes`` of memory shared by the ranks; all ranks must call it.
+        """Return ``n_bytes`` of memory per rank that all ranks share; all ranks must call it.
 
         Calls with the same ``n_bytes`` return the same memory.
         """
@@ -101,7 +106,7 @@ class Collectives:
     def abort(self) -> None:
         """Abort collectives that wait for lost ranks, in any thread; the object is unusable afterwards.
 
-        NCCL's abort returns only once every graph that captured the communicator is destroyed.
+        NCCL's abort returns only after every graph that captured the communicator has been destroyed.
         """
         if self._on_device is self._gloo:  # its connections close with the other ranks' processes
             return
@@ -127,7 +132,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 
 def _nccl(store: dist.Store, part: Part) -> Any:
-    """Return an NCCL group for one engine, which does not end the process when a rank is lost."""
+    """Return an NCCL group for one engine; the loss of a rank does not end this process."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink supports
     for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):

@@ -1,7 +1,7 @@
-"""The ranks that run one engine together, as seen by its components.
+"""The ranks that run one engine together, as its components see them.
 
-Rank 0 plans. The methods that its planner calls on its worker, by name, run on the workers of all ranks;
-their arguments are numbers, strings and arrays.
+Rank 0 plans. When its planner calls a method of its worker by name, that method runs on the workers of all
+ranks. The arguments are numbers, strings and arrays.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ Call = Callable[..., Any]  # ``Worker.call``: a method's name, and its arguments
 
 
 class Group(Protocol):
-    """The interface of a group of ranks to one of them."""
+    """The interface through which one rank sees its group."""
 
     @property
     def part(self) -> Part:
         """This rank's part of the model."""
 
     def on_all(self, call: Call) -> Call:
-        """Return a function that runs a worker's ``call`` on this rank and on all others.
+        """Return a function that runs a worker's ``call`` on all ranks, and returns this rank's result.
 
-        Its arguments are numbers, strings and arrays; it returns the result of this rank's worker.
+        The arguments of the function are numbers, strings and arrays.
         """
 
     def check(self) -> None:
-        """Raise ``RankError`` if the group has ended; call it after waiting for the device."""
+        """Raise ``RankError`` if the group has ended; to be called after waiting for the device."""
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers; all ranks must call it."""
+        """Return the minimum of the ranks' numbers; all ranks must call it."""
 
 
 class Ranks(Group, Protocol):
     """A group of several ranks; on GPUs, CUDA graphs can capture its collectives."""
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place (all-reduce)."""
+        """Sum the ranks' contiguous tensors in place (all-reduce); return ``x``."""
 
     def gathered(self, x: Tensor) -> Tensor:
         """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """Return ``n_bytes`` of memory shared by the ranks; all ranks must call it."""
+        """Return ``n_bytes`` of memory per rank that all ranks share; all ranks must call it."""
 
 
 @dataclass(frozen=True)

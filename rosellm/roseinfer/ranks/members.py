@@ -1,4 +1,4 @@
-"""The members of a group: rank 0, which sends calls, and the followers, which run them too."""
+"""The members of a group: rank 0, which sends calls, and the followers, which also run these calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ A_REASON_WITHIN_S, ABORTED_WITHIN_S = 2.0, 3.0
 
 
 class _Member:
-    """One rank of a group; ``collectives`` is set once all ranks have connected."""
+    """A rank of a group.
+
+    part: this rank's part of the model.
+    collectives: set once all ranks have connected.
+    """
 
     collectives: Collectives
 
@@ -31,7 +35,7 @@ class _Member:
         self.part = part
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place (all-reduce)."""
+        """Sum the ranks' contiguous tensors in place (all-reduce); return ``x``."""
         return self.collectives.summed(x)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -39,18 +43,20 @@ class _Member:
         return self.collectives.gathered(x)
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """Return ``n_bytes`` of memory shared by the ranks."""
+        """Return ``n_bytes`` of memory per rank that all ranks share."""
         return self.collectives.peers(n_bytes)
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
+        """Return the minimum of the ranks' numbers."""
         return self.collectives.least(number)
 
 
 class Follower(_Member):
-    """A rank other than 0, which runs rank 0's calls until the pipe closes.
+    """A rank other than 0, which runs rank 0's calls until rank 0 closes the pipe.
 
-    is_busy: whether a call is running; is_waiting: whether it is blocked in a collective.
+    pipe: the connection to rank 0.
+    is_busy: whether a call is running.
+    is_waiting: whether the call is blocked in a collective.
     """
 
     def __init__(self, part: Part, pipe: Connection) -> None:
@@ -58,30 +64,30 @@ class Follower(_Member):
         self._pipe, self.is_busy, self.is_waiting = pipe, False, False
 
     def on_all(self, call: Call) -> Call:
-        """Return ``call``: only rank 0 calls the other ranks."""
+        """Return ``call``: only rank 0 sends calls to other ranks."""
         return call
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place; ``is_waiting`` is true meanwhile."""
+        """Sum the ranks' tensors in place; ``is_waiting`` is True until the call returns."""
         return self._with_others(self.collectives.summed, x)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Gather the ranks' tensors; ``is_waiting`` is true meanwhile."""
+        """Gather the ranks' tensors; ``is_waiting`` is True until the call returns."""
         return self._with_others(self.collectives.gathered, x)
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers; ``is_waiting`` is true meanwhile."""
+        """Return the minimum of the ranks' numbers; ``is_waiting`` is True until the call returns."""
         return self._with_others(self.collectives.least, number)
 
     def check(self) -> None:
         """Do nothing: ``watch_rank_0`` ends this process if rank 0 has ended."""
 
     def receive(self) -> Any:
-        """Receive rank 0's next message; raise ``EOFError`` once the pipe is closed."""
+        """Return rank 0's next message; raise ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
     def follow(self, call: Call) -> None:
-        """Run each of rank 0's calls with this rank's ``call`` until rank 0 closes the pipe."""
+        """Run each of rank 0's calls with this rank's ``call``, until rank 0 closes the pipe."""
         while True:
             try:
                 name, arguments = self.receive()
@@ -101,8 +107,11 @@ class Follower(_Member):
 class Leader(_Member):
     """Rank 0, which sends each call to the other ranks and then runs it itself.
 
-    If a call fails here, the other ranks would wait for rank 0 forever, so the error ends the group. end: a
-    function that ends the other ranks' processes if they still run.
+    If a call fails on rank 0, the other ranks would wait for it forever, so the error ends the group.
+
+    pipes: connections to ranks 1, 2, ...
+    watch: detects failures of other ranks.
+    end: a function that ends the processes of the other ranks that still run.
     """
 
     def __init__(self, part: Part, pipes: list[Connection], watch: Watch, end: Callable[[], object]) -> None:
@@ -110,7 +119,7 @@ class Leader(_Member):
         self._pipes, self._watch, self._end = pipes, watch, end
 
     def on_all(self, call: Call) -> Call:
-        """Return a function that sends a call to the other ranks, and then runs it here with ``call``."""
+        """Return a function that sends a call to the other ranks, then runs it on rank 0 with ``call``."""
 
         def call_all(name: str, *arguments: Any) -> Any:
             self.send((name, arguments))
@@ -120,7 +129,7 @@ class Leader(_Member):
         return call_all
 
     def send(self, what: Any) -> None:
-        """Send ``what``, pickled, to all other ranks; messages arrive in order."""
+        """Pickle ``what`` and send it to all other ranks; messages arrive in order."""
         self.check()
         message = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
         with self.guarded():
@@ -135,12 +144,12 @@ class Leader(_Member):
     def guarded(self) -> _Guard:
         """Return a context manager in which any error ends the group.
 
-        If the error is a consequence of another rank's failure, that failure is raised instead.
+        If another rank's failure caused the error, ``RankError`` is raised instead, with that failure.
         """
         return _Guard(self)
 
     def give_up(self, error: BaseException) -> None:
-        """End the group after ``error``; raise ``RankError`` instead if another rank's failure caused it."""
+        """End the group after ``error``; raise ``RankError`` if another rank's failure caused the error."""
         consequence = isinstance(error, Exception) and not isinstance(error, RoseError)
         if consequence:
             self._watch.ended.wait(A_REASON_WITHIN_S)
@@ -150,7 +159,7 @@ class Leader(_Member):
             self._raise_reason(error)
 
     def abort(self) -> None:
-        """Abort this rank's collectives; wait at most ``ABORTED_WITHIN_S``, since a graph may block that."""
+        """Abort rank 0's collectives; wait at most ``ABORTED_WITHIN_S``: a graph may block the abort."""
         if hasattr(self, "collectives"):
             aborting = Thread(target=self.collectives.abort, daemon=True)
             aborting.start()

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can read and write: GPU memory over NVLink, or shared files on a CPU."""
+"""Memory that every rank of a group can access: GPU memory over NVLink, or shared files on a CPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """One rank's view of memory shared by all ranks.
+    """One rank's view of memory shared by all ranks; every rank provides the same number of bytes.
 
-    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: the addresses of
-    all ranks' bytes, int64 ``[size]``. group: on GPUs, a process group that must live as long as the memory.
+    part: this rank's number, and the number of ranks.
+    own: this rank's bytes, uint8, initially 0.
+    addresses: the addresses of all ranks' bytes in this process, int64 ``[size]``.
+    others: the bytes of the remaining ranks, in rank order.
+    group: on GPUs, a process group that must live as long as the memory; None on a CPU.
     """
 
     part: Part
@@ -32,7 +35,7 @@ class PeerMemory:
     group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
-        """End one wait of this GPU's kernels for other ranks; the data that they then read are invalid.
+        """Let kernels of this GPU that wait for a lost rank continue once, with invalid data.
 
         A kernel waits for one of its own flags to become 1, or for another rank's flag to become 0.
         """
@@ -44,7 +47,10 @@ class PeerMemory:
 
 
 def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
-    """Share CPU memory: map each rank's bytes from a file.
+    """Share CPU memory among the ranks by mapping one file per rank; block until all files exist.
+
+    store: the store through which the ranks exchange the files' paths.
+    n_bytes: size of each rank's memory.
 
     The files are unlinked once all ranks have mapped them.
     """
@@ -65,9 +71,13 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
 def share_gpus(
     store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
 ) -> PeerMemory:
-    """Share GPU memory through torch's symmetric memory, without NVLink multicast; wait for all ranks.
+    """Share GPU memory among the ranks through torch's symmetric memory; block until all ranks call it.
 
+    store: the store through which the ranks exchange the memory's handles.
+    n_bytes: size of each rank's memory.
     backend: any process-group backend of these ranks; torch requires a group to have one.
+
+    NVLink multicast is not used.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
 

@@ -1,7 +1,7 @@
-"""Failure detection: if a rank has died, or has made no progress for seconds, the others are ended.
+"""Failure detection: if a rank has died, or has made no progress for seconds, the other ranks are ended.
 
 Every process increments a counter in shared memory from a background thread, unless its command hangs. Time
-is counted in polls, not in seconds, so a suspended machine or a stopped process group does not look like a
+is measured in polls, not in seconds, so a suspended machine or a stopped process group does not look like a
 lost rank.
 """
 
@@ -31,8 +31,11 @@ Beats = Any  # a shared int64 array, one counter per rank
 class _Counts:
     """The number of consecutive polls in which each rank's heartbeat counter has not changed.
 
-    is_stopped: returns whether a rank's process is stopped (SIGSTOP). Polls before a rank's first heartbeat
-    count only if it is stopped.
+    beats: the heartbeat counters of all ranks.
+    ranks: the ranks to poll.
+    is_stopped: returns whether a rank's process is stopped (SIGSTOP).
+
+    Polls before a rank's first heartbeat count only if its process is stopped, since starting takes long.
     """
 
     def __init__(self, beats: Beats, ranks: range, is_stopped: Callable[[int], bool]) -> None:
@@ -40,7 +43,7 @@ class _Counts:
         self._is_stopped = is_stopped
 
     def look(self) -> int | None:
-        """Poll all counters once; return a rank that hangs, or None."""
+        """Poll all counters once; return a hung rank, or None."""
         for rank in self._still:
             begins = not self._beats[rank] and not self._is_stopped(rank)
             moved = begins or self._beats[rank] != self._last[rank]
@@ -52,10 +55,14 @@ class _Counts:
 
 
 class Watch(Thread):
-    """Rank 0's watchdog thread, which runs until ``ended`` is set; ``reason`` says why it was.
+    """Rank 0's watchdog thread, which runs until ``ended`` is set.
 
-    failed: whether another rank failed, and all were killed. processes, pipes: those of ranks 1, 2, …; a
-    failing rank sends its error through its pipe. on_failure: called after the ranks are killed.
+    processes, pipes: the processes of ranks 1, 2, ..., and the connections to them; a failing rank sends its
+        error through its pipe.
+    beats: the heartbeat counters of all ranks.
+    on_failure: called after the other ranks have been killed.
+    ended: set when the group ends, after a failure or on purpose; ``reason`` says why.
+    failed: whether another rank failed; all other ranks are then killed.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class Watch(Thread):
                 self._on_failure()
 
     def stop(self, reason: str) -> None:
-        """Set ``reason`` and ``ended``, unless set, before the ranks are shut down on purpose."""
+        """Set ``reason`` and ``ended``, unless they are set, before the ranks are shut down on purpose."""
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()
@@ -119,7 +126,7 @@ class Watch(Thread):
 
 
 def kill(processes: list[BaseProcess]) -> None:
-    """Kill the processes, even if stopped or blocked in a library; wait ``KILLED_WITHIN_S`` at most."""
+    """Kill the processes, even if stopped or blocked in a library; wait at most ``KILLED_WITHIN_S``."""
     for process in processes:
         process.kill()
     join(processes, KILLED_WITHIN_S)
@@ -139,7 +146,7 @@ class _Work:
         self._spent_s = self._last_s = 0.0
 
     def look(self) -> None:
-        """Sample the processor time of all threads but the caller's; always call from the same thread."""
+        """Sample the processor time of all threads except the caller's; always call from the same thread."""
         self._last_s, self._spent_s = self._spent_s, process_time() - thread_time()
 
     def is_done(self) -> bool:
@@ -150,11 +157,15 @@ class _Work:
 def watch_rank_0(
     beats: Beats, rank: int, is_busy: Callable[[], bool], is_waiting: Callable[[], bool]
 ) -> None:
-    """Start a thread that counts this rank's heartbeats, and exits the process if rank 0 dies or hangs.
+    """Start a thread that sends this rank's heartbeats, and ends the process if rank 0 dies or hangs.
 
-    is_busy: returns whether this rank runs a command; is_waiting: whether it is blocked in a collective. A
-    busy rank that is neither waiting nor computing stops counting, so rank 0 sees it hang. Between commands,
-    the user's program may keep rank 0 from counting, so rank 0 counts as hung only if it is stopped.
+    beats: the heartbeat counters of all ranks.
+    is_busy: returns whether this rank is running a command.
+    is_waiting: returns whether the command is blocked in a collective.
+
+    A busy rank that neither waits nor computes sends no heartbeats, so rank 0 sees that it hangs. Between
+    commands, the user's program may keep rank 0 from sending heartbeats, so rank 0 then counts as hung only
+    if its process is stopped.
     """
     counts = _Counts(beats, range(1), lambda _: _is_stopped(os.getppid()))
     work = _Work()
@@ -169,7 +180,10 @@ def watch_rank_0(
 
 
 def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> None:
-    """Start a thread that prints ``said`` and ends the process once its parent ends or ``goes_on`` is False.
+    """Start a thread that ends this process when its parent ends or ``goes_on`` returns False.
+
+    said: the message that is printed to stderr before the process ends.
+    goes_on: called at every poll.
 
     The parent may have ended before this call, during the seconds that imports take.
     """

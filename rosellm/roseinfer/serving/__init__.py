@@ -1,1 +1,1 @@
-"""Schedulers, admission of requests, and streaming of their text."""
+"""Schedulers, admission of requests, and streaming of generated text."""

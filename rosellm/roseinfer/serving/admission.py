@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start now, within the iteration's limits and the free KV blocks."""
+"""Admission: which waiting requests start now, given the iteration's limits and the free KV blocks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ POLICIES = ("fifo", "pack")
 class SchedulerConfig:
     """Limits of one scheduler iteration.
 
-    max_batch_size: sequences that are active at the same time; None means the engine's limit.
-    prefill_max_batch_size and prefill_token_budget: prompts and prompt tokens prefilled per iteration; the
-    last prompt is cut at the budget and continues, before others, in the next iteration (chunked prefill,
-    arXiv:2308.16369). prefill_chunk: the token budget of iterations in which requests decode; None means
-    ``prefill_token_budget``. Every iteration decodes first, so no running request waits for more than one
-    chunk of a long prompt between two tokens. admission_policy: "fifo" admits strictly in order; "pack"
-    admits the shortest prompts among the first ``pack_lookahead`` waiting, but every ``fifo_every``-th round
-    is in fifo order to prevent starvation. max_in_flight: waiting and active requests in total; None means no
-    limit.
+    max_batch_size: maximum number of sequences active at the same time; None means the engine's limit.
+    prefill_max_batch_size: maximum number of prompts prefilled per iteration.
+    prefill_token_budget: maximum number of prompt tokens prefilled per iteration; the last prompt is cut at
+        the budget and continues, before other prompts, in the next iteration (chunked prefill,
+        arXiv:2308.16369).
+    prefill_chunk: the token budget of iterations in which requests decode; None means
+        ``prefill_token_budget``. Every iteration decodes first, so between two of its tokens a running
+        request waits for at most one chunk of a long prompt.
+    admission_policy: "fifo" admits strictly in order of arrival; "pack" admits the shortest prompts among the
+        first ``pack_lookahead`` waiting ones.
+    fifo_every: with "pack", one in this many iterations that admit requests does so in fifo order, to prevent
+        starvation.
+    max_in_flight: maximum number of waiting and active requests together; None means no limit.
+
+    Raises ``RoseError`` for invalid values.
     """
 
     max_batch_size: int | None = None
@@ -53,14 +59,17 @@ class SchedulerConfig:
 
 
 class Room:
-    """The KV blocks that are available to one round of admission.
+    """The KV blocks available to one call of :meth:`WaitingQueue.admit`.
 
-    n_active: number of running sequences. prefilling: those whose prompts are not fully cached yet. ``free``:
-    blocks that are free or held only by the prefix cache, less those that ``prefilling`` will take.
+    budget: counts the blocks of the cache.
+    n_active: number of running sequences.
+    prefilling: the running sequences whose prompts are not fully cached yet.
+    free: number of blocks that are free or held only by the prefix cache, minus the blocks that
+        ``prefilling`` will take.
 
-    A request that can grow to its full length alongside all others is always admitted. Beyond that, admission
-    is optimistic, since requests may end early: it requires blocks for the tokens to be computed, and leaves
-    one block free per running sequence, so that a new request is not preempted at once.
+    A request is always admitted if it and all admitted requests can grow to full length together. Beyond
+    that, admission is optimistic, since requests may end early: there must be blocks for the tokens to be
+    computed, and one more free block per running sequence, so that a new request is not preempted at once.
     """
 
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
@@ -79,14 +88,19 @@ class Room:
 
 
 class WaitingQueue(deque[Sequence]):
-    """Requests in order of arrival; preempted ones return to the front."""
+    """The waiting requests in order of arrival; preempted requests return to the front."""
 
     def __init__(self, limits: SchedulerConfig) -> None:
         super().__init__()
         self._limits, self._packed_rounds = limits, 0
 
     def admit(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """Remove and return the requests that start now, until ``places`` or ``tokens`` run out."""
+        """Remove and return the requests that start now.
+
+        places: maximum number of requests.
+        tokens: number of tokens to compute; the last admitted request may exceed it, and is then cut.
+        room: the available KV blocks.
+        """
         limits = self._limits
         packs = limits.admission_policy == "pack" and self._packed_rounds < limits.fifo_every - 1
         admitted = self._shortest(places, tokens, room) if packs else self._first(places, tokens, room)
@@ -101,7 +115,10 @@ class WaitingQueue(deque[Sequence]):
         return admitted
 
     def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """Admit those with the fewest tokens to compute first, to serve as many requests as possible."""
+        """Remove and return requests from the first ``pack_lookahead``, in order of fewest tokens to compute.
+
+        Requests for which there are too few blocks are skipped. The rest keep their places in the queue.
+        """
         candidates = [self.popleft() for _ in range(min(self._limits.pack_lookahead, len(self)))]
         by_length = sorted(candidates, key=lambda request: request.prefill_length)
         admitted = _fill(by_length, places, tokens, room, skip=True)
@@ -111,7 +128,10 @@ class WaitingQueue(deque[Sequence]):
 
 
 def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
-    """Return requests until places or tokens run out; skip: pass over requests without room."""
+    """Return the first requests that fit into ``places``, ``tokens`` and ``room``, and reserve their blocks.
+
+    skip: whether to pass over a request for which there are too few blocks, instead of stopping at it.
+    """
     admitted: list[Sequence] = []
     for request in requests:
         if len(admitted) == places or tokens < 1:
@@ -125,14 +145,17 @@ def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, sk
 
 
 def config_or_default(config: SchedulerConfig | None) -> SchedulerConfig:
-    """Return ``config``, or the default for None; raise ``RoseError`` for any other type."""
+    """Return ``config``, or the default if it is None; raise ``RoseError`` for any other type."""
     if config is not None and not isinstance(config, SchedulerConfig):
         raise RoseError(f"config is {describe(config)}; give a SchedulerConfig")
     return config or SchedulerConfig()
 
 
 def batch_size_of(config: SchedulerConfig, most: int) -> int:
-    """Return the limit on active sequences; raise ``RoseError`` if it exceeds the engine's limit ``most``."""
+    """Return the maximum number of active sequences; raise ``RoseError`` if it exceeds ``most``.
+
+    most: the engine's limit.
+    """
     size = config.max_batch_size or most
     if size > most:
         raise RoseError(f"max_batch_size is {size}; the engine decodes at most {most} sequences together")

@@ -10,7 +10,10 @@ from types import FrameType
 
 
 class HeldInterrupt:
-    """A SIGINT handler that defers to :meth:`let_through`; a second SIGINT interrupts at once."""
+    """A SIGINT handler that holds the interrupt until :meth:`let_through` is called.
+
+    A second SIGINT raises ``KeyboardInterrupt`` at once.
+    """
 
     is_held = False
 
@@ -20,7 +23,7 @@ class HeldInterrupt:
             signal.default_int_handler(number, frame)
 
     def let_through(self) -> None:
-        """Raise ``KeyboardInterrupt`` if a SIGINT arrived since the last call."""
+        """Raise ``KeyboardInterrupt`` if a SIGINT has arrived since the last call."""
         if self.is_held:
             self.is_held = False
             raise KeyboardInterrupt
@@ -28,9 +31,10 @@ class HeldInterrupt:
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], None]]:
-    """Defer SIGINT: raise ``KeyboardInterrupt`` only in calls of the yielded function, and on exit.
+    """Hold SIGINT: raise ``KeyboardInterrupt`` only in calls of the yielded function and on exit.
 
-    Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``.
+    Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``. In a
+    nested context, the yielded function is that of the outer one.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = current_thread() is main_thread()

@@ -1,4 +1,4 @@
-"""Validation of prompts and sampling parameters, and their conversion to lists and sequences."""
+"""Validate prompts and sampling parameters; convert prompts to lists, and to one object per request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Convert one prompt or many, of any form, to a list of texts and lists of (not yet validated) ids."""
+    """Convert one prompt or many, of any form, to a list of texts and lists of token ids.
+
+    Token ids are not validated yet. Raises ``PromptError`` if the form is not supported.
+    """
     if isinstance(prompts, str):
         return [prompts]
     items = _as_list(prompts)
@@ -30,7 +33,9 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
 
 
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
-    """Return one ``SamplingParams`` per prompt, given one for all prompts or one for each.
+    """Return one ``SamplingParams`` per prompt.
+
+    params: one for all prompts, or a list of one per prompt.
 
     Raises ``SamplingError`` for a wrong type or number.
     """
@@ -56,7 +61,10 @@ def check_prompts(prompts: object) -> None:
 def each_encoded(
     encode_many: Callable[[Sequence[str | list[int]]], list[list[int]]], prompts: Sequence[str | list[int]]
 ) -> list[list[int]]:
-    """Encode the prompts with ``encode_many``; a ``PromptError`` gives the bad prompt's index."""
+    """Encode all prompts with ``encode_many``.
+
+    If there are several prompts, a ``PromptError`` names the index of the invalid prompt.
+    """
     try:
         return encode_many(prompts)
     except PromptError:
@@ -71,7 +79,12 @@ def each_made(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
 ) -> list[T]:
-    """Call ``make`` for each prompt and its parameters; a ``PromptError`` gives the bad prompt's index."""
+    """Call ``make`` for each prompt and its parameters; return the results.
+
+    params: one for all prompts, or a list of one per prompt.
+
+    If there are several prompts, a ``PromptError`` names the index of the invalid prompt.
+    """
     made = []
     for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         with _numbered(index, len(prompts)):
@@ -81,7 +94,7 @@ def each_made(
 
 @contextmanager
 def _numbered(index: int, n_prompts: int) -> Iterator[None]:
-    """Add the prompt's index to a ``PromptError`` raised in the block, if there are several prompts."""
+    """Add the prompt's index to any ``PromptError`` raised in the block, if there are several prompts."""
     try:
         yield
     except PromptError as error:
@@ -99,5 +112,5 @@ def _as_list(items: Any) -> list | None:
 
 
 def _as_python(item: Any) -> Any:
-    """Convert arrays, tensors and their scalars to lists and numbers."""
+    """Convert arrays, tensors and their scalars to lists and numbers; return anything else unchanged."""
     return item.tolist() if hasattr(item, "tolist") else item

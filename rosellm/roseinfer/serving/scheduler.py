@@ -34,7 +34,9 @@ class Progress(Protocol):
 class Scheduler(Protocol):
     """The interface of ``OnlineScheduler`` that :func:`run_all` and a streaming manager need.
 
-    n_tokens: tokens generated so far. n_spared: ``max_tokens`` that ended requests have not used.
+    n_tokens: number of tokens generated so far.
+    n_spared: total number of ``max_tokens`` that ended requests have not used.
+    finished: results by request id, until they are taken.
     """
 
     n_tokens: int
@@ -79,9 +81,12 @@ def run_all(
 
 
 class ActiveView:
-    """The sequences of a step whose requests have not ended, with the callbacks for their new tokens.
+    """The sequences of a step whose requests have not ended, prepared for recording their new tokens.
 
     step_sequences: the step's list of sequences, usually the same object step after step.
+    sequences: the sequences of the step whose requests have not ended.
+    note_time: for each of ``sequences``, a function that records the time of a token.
+    followed: the members of ``sequences`` whose text is decoded token by token, because of stop strings.
     """
 
     __slots__ = ("followed", "step_sequences", "note_time", "sequences")
@@ -96,16 +101,23 @@ class ActiveView:
 class OnlineScheduler:
     """A scheduler with continuous batching: requests join at any time and leave as soon as they end.
 
-    If the engine's steps run ahead of the host, the host admits, decodes text and stores results meanwhile.
-    When the KV cache runs out of blocks, cached prefixes are evicted first; then the youngest request is
-    preempted: it frees its blocks, moves to the head of the queue and is recomputed later (``preemptions``
-    counts these). In fp32 it gets the same tokens; in 16 bits near-ties may resolve differently, unless the
-    engine is deterministic.
+    If the engine's steps run ahead of the host, the host admits requests, decodes text and stores results
+    while the steps run. When the KV cache runs out of blocks, cached prefixes are evicted first. Then the
+    youngest request is preempted: its blocks are freed, it moves to the head of the queue, and its tokens are
+    recomputed later. In fp32 a preempted request generates the same tokens; in 16 bits, near-ties may resolve
+    differently, unless the engine is deterministic.
 
-    A request whose logits give no token ends as "failed"; the others go on. If the engine raises in
-    :meth:`step`, all active sequences free their blocks and end as "failed", and the error propagates to the
-    caller; waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not
-    thread-safe, and the only user of its engine while it has active sequences.
+    A request whose logits allow no choice of a token ends as "failed", without affecting other requests. If
+    the engine raises in :meth:`step`, all active requests free their blocks and end as "failed", and the
+    error propagates to the caller; waiting requests keep waiting. The scheduler is not thread-safe, and must
+    be the only user of its engine while it has active requests.
+
+    finished: each result, until :meth:`take_result`.
+    requests: the waiting and active requests, by id.
+    preemptions: number of preemptions so far.
+    n_tokens, n_spared: as in :class:`Scheduler`.
+    prefill_time_s, decode_time_s: seconds taken by all prefills and decode steps.
+    decode_steps, decode_tokens: number of decode steps and of the tokens that they generated.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -120,7 +132,7 @@ class OnlineScheduler:
         self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
         self._active: list[Sequence] = []  # decoding; replaced, never mutated
         self._view: ActiveView | None = None
-        self._stepped: list[list[Sequence]] = []  # those that got tokens or failed, per finished step
+        self._stepped: list[list[Sequence]] = []  # per step, sequences with a token or failed
 
     @property
     def has_unfinished(self) -> bool:
@@ -135,15 +147,19 @@ class OnlineScheduler:
         return len(self._active) + len(self._prefilling)
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Queue one request and return its id; raise as :meth:`add_requests` does."""
+        """Queue one request and return its id; raise the errors of :meth:`add_requests`."""
         return self.add_requests([prompt_ids], params)[0]
 
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
-        """Queue all prompts and return their ids; if any is invalid, queue none.
+        """Queue all prompts and return their ids; if any prompt is invalid, queue none.
 
-        params: one for all, or one each. Raises ``PromptError``, ``SamplingError`` or ``OverloadError``.
+        prompts: token ids.
+        params: one for all prompts, or a list of one per prompt.
+
+        Raises ``PromptError``, ``SamplingError``, or ``OverloadError`` if ``max_in_flight`` would be
+        exceeded.
         """
         check_prompts(prompts)
         limit = self.config.max_in_flight
@@ -156,7 +172,7 @@ class OnlineScheduler:
         return [self.submit(sequence) for sequence in sequences]
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence that this engine made, and return its request id."""
+        """Queue a sequence made by this engine, and return its request id."""
         self.engine.check_owner(self)
         sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
@@ -166,7 +182,7 @@ class OnlineScheduler:
     def step(self) -> list[Sequence]:
         """Run one iteration: begin a decode step, begin a prefill, and collect the steps that have ended.
 
-        Returns the sequences that got tokens or failed, each once, including those that ended.
+        Returns the sequences that received tokens or failed, each once, including those that ended.
         """
         run_ahead, self._stepped = self.engine.step.run_ahead, []
         try:
@@ -181,9 +197,9 @@ class OnlineScheduler:
         return stepped[0] if len(stepped) == 1 else list(dict.fromkeys(chain.from_iterable(stepped)))
 
     def cancel(self, request_id: int) -> bool:
-        """End a waiting or active request as "cancelled" and free its blocks.
+        """End a waiting or active request as "cancelled", and free its blocks.
 
-        Returns False if it has already ended. Raises ``RoseError`` for an unknown id.
+        Returns False if the request has already ended. Raises ``RoseError`` for an unknown id.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -209,9 +225,10 @@ class OnlineScheduler:
         self._finish(active)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
-        """Add a finished step to the statistics; subclasses may keep more of them.
+        """Add a finished step, which generated ``n_tokens`` tokens, to the statistics.
 
-        A decode step whose sequences had all ended earlier does not count.
+        A decode step whose sequences had all ended before it does not count. Subclasses may override this
+        method to keep more statistics.
         """
         self.n_tokens += n_tokens
         if done.kind == "prefill":
@@ -222,7 +239,7 @@ class OnlineScheduler:
             self.decode_steps += 1
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """Return the result of a finished request, and forget it; raise ``RoseError`` if there is none."""
+        """Return and forget the result of an ended request; raise ``RoseError`` if there is none."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -235,7 +252,7 @@ class OnlineScheduler:
         )
 
     def _schedule_decode(self) -> list[Sequence]:
-        """Return the sequences to decode, after preempting the youngest if blocks are missing."""
+        """Return the sequences to decode, after preempting the youngest ones if there are too few blocks."""
         budget = self.engine.budget
         if self._active and not budget.ensure_decode(self._active):
             self._postprocess(0)  # sequences that end in the begun steps free their blocks
@@ -244,11 +261,11 @@ class OnlineScheduler:
         return self._active
 
     def _decode(self, sequences: list[Sequence]) -> int:
-        """Begin a decode step; return the number of rows that it runs."""
+        """Begin a decode step; return the number of rows that it advances."""
         return self.engine.begin_decode(sequences) if sequences else 0
 
     def _schedule_prefill(self) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences to prefill, a partly prefilled one first, and how many tokens of each."""
+        """Return the sequences to prefill and how many tokens of each; a partly prefilled one is first."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return [], []
@@ -271,7 +288,10 @@ class OnlineScheduler:
         return len(sequences)
 
     def _preempt_for(self, needs: dict[Sequence, int]) -> None:
-        """Preempt the youngest sequences until the others have the blocks they need; never the oldest."""
+        """Preempt the youngest sequences until the rest have the blocks they need; never preempt the oldest.
+
+        needs: maps a sequence to the number of blocks it needs.
+        """
         needed = sum(needs.values())
         running = sorted(self._active + self._prefilling, key=lambda sequence: sequence.request_id)
         while len(running) > 1 and not self.engine.budget.make_room(needed):
@@ -286,10 +306,10 @@ class OnlineScheduler:
         self._waiting.appendleft(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences to prefill now and how many tokens of each; only the last may be cut.
+        """Return the sequences to prefill now, and how many tokens of each; only the last one may be cut.
 
-        If the engine cuts only at multiples of an alignment, the first chunk may exceed the budget by less
-        than one such multiple.
+        If the engine cuts prompts only at multiples of an alignment, the first chunk may exceed the budget,
+        by less than one such multiple.
         """
         sequences: list[Sequence] = []
         counts: list[int] = []
@@ -314,7 +334,10 @@ class OnlineScheduler:
         return min(whole, chunk) if self._active and chunk is not None else whole
 
     def _postprocess(self, leave: int) -> None:
-        """Record ended steps, waiting for all but the last ``leave``; finish ended sequences."""
+        """Record the steps that have ended, and finish the requests that ended in them.
+
+        leave: number of steps that may stay unfinished; the host waits for all earlier ones.
+        """
         for done in self.engine.step.collect(leave):
             view = self._view
             if view is None or view.step_sequences is not done.sequences:
@@ -353,7 +376,7 @@ class OnlineScheduler:
             self._store_result(sequence)
 
     def _free(self, leaving: list[Sequence]) -> None:
-        """Remove active sequences and free their blocks."""
+        """Remove sequences from the active ones, and free their blocks."""
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
         self._prefilling = [sequence for sequence in self._prefilling if sequence not in gone]
@@ -369,7 +392,7 @@ class OnlineScheduler:
 
 
 class OfflineScheduler(OnlineScheduler):
-    """A scheduler for requests that are all known upfront and run to completion."""
+    """A scheduler for requests that are all known in advance and run to completion."""
 
     def run(
         self,
@@ -377,11 +400,15 @@ class OfflineScheduler(OnlineScheduler):
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Run all prompts and return their results in order; the engine is reserved meanwhile.
+        """Run all prompts and return their results in order; the engine is reserved until then.
 
+        prompts: token ids.
+        params: one for all prompts, or a list of one per prompt.
         progress: for example a tqdm bar; it is updated as tokens arrive, and its total is reduced by the
-        ``max_tokens`` that ended requests have not used. If anything raises, all requests are cancelled and
-        forgotten, and their blocks are freed. Ctrl-C takes effect at the end of a step.
+            ``max_tokens`` that ended requests have not used.
+
+        If anything raises, all requests are cancelled and forgotten, and their blocks are freed. Ctrl-C takes
+        effect at the end of a step.
         """
         self.engine.own(self, "LLM.generate")
         try:

@@ -1,4 +1,4 @@
-"""One streamed request, and the inboxes that receive its text."""
+"""A streamed request, and the inboxes that receive its text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText, LateText
 
-# Queues of coroutines, by event loop, and the pieces of text to put into them.
+# For each event loop: queues that its coroutines read, and the pieces of text to put into these queues.
 Mail = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]]
 
 
 def send(mail: Mail) -> None:
-    """Put all pieces into their queues, waking each event loop once; empty ``mail``."""
+    """Put all pieces into their queues, waking each event loop once, and empty ``mail``."""
     while mail:
         loop, pieces = mail.popitem()
         with suppress(RuntimeError):  # the loop is closed: there is no reader
@@ -34,7 +34,10 @@ def _put_all(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
 
 
 class CoroutineInbox:
-    """The inbox of one request, which a coroutine of the running event loop reads."""
+    """The inbox of one request, read by a coroutine of the event loop that runs when it is made.
+
+    mail: collects the pieces that are put into the inbox, until :func:`send` delivers them.
+    """
 
     def __init__(self, mail: Mail) -> None:
         self._mail, self._loop = mail, asyncio.get_running_loop()
@@ -50,14 +53,19 @@ Inbox = SimpleQueue | CoroutineInbox
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request, shared by its client and the worker; ``outcome`` is its output or its error.
+    """A request, shared by its client and the worker thread.
 
+    metrics: the times of the request's arrival and of its delivered tokens.
     inbox: receives ``(request id, piece)`` for each piece of text, and ``(request id, None)`` at the end.
-    inbox_is_shared: whether the client gave it, and may read other requests' text from it, too.
+    inbox_is_shared: whether the client provided the inbox, which may then receive other requests' text, too.
+    outcome: the output of the ended request, or its error.
 
-    The fields that :meth:`start` sets are for the worker only. n_delivered: how many tokens, prompt included,
-    have been delivered; due: how many there must be for the next delivery; takes_turns: whether deliveries
-    also wait for the reader's turn.
+    Only the worker uses the fields that :meth:`start` sets:
+
+    sequence, tokens, text: the request in the engine, its tokens, and the text decoded from them.
+    n_delivered: number of delivered tokens, including the prompt.
+    due: number of tokens, including the prompt, at which text is next delivered.
+    takes_turns: whether deliveries also wait for the reader's turn.
     """
 
     request_id: int
@@ -77,7 +85,10 @@ class Stream:
     takes_turns: bool = False
 
     def start(self, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> None:
-        """Set the worker's fields for a started request; interval: the number of tokens per delivery."""
+        """Set the worker's fields for a request that starts.
+
+        interval: number of tokens per delivery.
+        """
         self.has_started, n_prompt = True, sequence.n_prompt
         self.sequence, self.tokens = sequence, sequence.tokens
         self.text = sequence.text or LateText(tokenizer, sequence.tokens, n_prompt)
@@ -101,5 +112,5 @@ class Stream:
 
 
 def raise_again(error: RoseError) -> NoReturn:
-    """Raise a copy of the error, since several threads may raise it."""
+    """Raise a copy of the error, since several threads may raise the same error."""
     raise type(error)(str(error)) from (error.__cause__ or error)

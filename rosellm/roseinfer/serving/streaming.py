@@ -30,30 +30,33 @@ READER_S = 80e-6  # four times the interpreter time that one wake-up of a thread
 
 
 class ClosedError(RoseError):
-    """The streaming manager is closed: it accepts no requests, and those in flight were aborted."""
+    """The streaming manager is closed: it accepts no requests, and unfinished requests were aborted."""
 
 
 class WorkerError(RoseError):
-    """The streaming worker has failed (see ``__cause__``): no request, in flight or new, is served."""
+    """The streaming worker has failed, for the reason in ``__cause__``: no request is served any more."""
 
 
 class StreamingManager:
     """The streaming interface of an engine: any thread adds requests, and one worker thread runs them.
 
-    engine: an ``Engine``, several as one (``Replicas``), or an ``LLM``. It is reserved until :meth:`close`;
-    raises ``BusyError`` if it is already in use.
+    engine: an ``Engine``, ``Replicas`` or an ``LLM``. It is reserved until :meth:`close`; raises
+        ``BusyError`` if it is already in use.
+    config: limits of the scheduler; None means the defaults.
+    tokenize_workers: number of threads that tokenize text prompts, whose errors reach the reader; 0 means
+        that prompts are tokenized in the caller's thread.
+    stream_interval: number of tokens of a request per delivery of text. Text is also delivered at the end.
 
     Coroutines read with :meth:`stream`, threads with :meth:`stream_text`; one thread can read many requests
-    from an inbox. Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece
-    never contains part of a stop string. Waking a thread takes time from the worker. Threads that read one
-    request each are therefore woken in turn, one per ``READER_S``: a few readers get text after every step,
-    256 readers every 20 ms. Queues are unbounded: a reader that stops reading delays no other.
+    from an inbox. A piece of text never contains part of a stop string. Waking a thread takes time from the
+    worker. Threads that read one request each are therefore woken in turn, one per ``READER_S``: a few
+    readers receive text after every step, 256 readers every 20 ms. Queues are unbounded: a reader that stops
+    reading delays no other reader.
 
-    Text prompts are tokenized in the caller's thread, or by ``tokenize_workers`` threads, whose errors reach
-    the reader. If the model produces no valid token for a request, its reader gets a ``SamplingError``. If
-    the worker fails, every waiter gets a ``WorkerError`` and no further request is accepted. A request's
-    results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`; otherwise it is
-    closed at interpreter exit.
+    If the model produces no valid token for a request, its reader receives a ``SamplingError``. If the worker
+    fails, every waiting reader receives a ``WorkerError``, and no further request is accepted. A request's
+    results are kept until :meth:`forget`. Use the manager as a context manager, or call :meth:`close`;
+    otherwise it is closed when the interpreter exits.
     """
 
     def __init__(
@@ -84,9 +87,9 @@ class StreamingManager:
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Used by the worker only:
         self._running: dict[int, Stream] = {}  # by the scheduler's request id
-        self._sequences: list[Sequence] | None = None  # of the latest step, and their streams
+        self._sequences: list[Sequence] | None = None  # those of the latest step
         self._stepped: list[Stream] = []
-        self._readers: deque[Stream] = deque()  # whose readers take turns, the next one first
+        self._readers: deque[Stream] = deque()  # streams whose readers take turns; the next is first
         self._turns, self._turns_at = 0.0, 0.0  # turns saved up, and when they were counted
         self._mail: Mail = {}
         engine.own(self._scheduler, "a StreamingManager")
@@ -103,8 +106,9 @@ class StreamingManager:
     ) -> int:
         """Queue a prompt, as text or token ids, and return the request's id.
 
-        inbox: a queue that receives ``(request id, piece)`` for every piece and ``(request id, None)`` at the
-        end, so that one thread can follow many requests; :meth:`stream_text` is then not available.
+        inbox: a queue that receives ``(request id, piece)`` for every piece of text and ``(request id,
+            None)`` at the end, so that one thread can follow many requests; :meth:`stream_text` is then not
+            available. None: the text is read with :meth:`stream_text`.
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
@@ -116,9 +120,12 @@ class StreamingManager:
         params: SamplingParams | list[SamplingParams],
         inbox: SimpleQueue | None = None,
     ) -> list[int]:
-        """Queue all prompts, or none if :meth:`add_request` would raise for any; return the requests' ids.
+        """Queue all prompts, or none if :meth:`add_request` would raise for any; return the request ids.
 
-        params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
+        params: one for all prompts, or a list of one per prompt.
+        inbox: as in :meth:`add_request`.
+
+        Texts are tokenized on all cores, and the requests start together.
         """
         check_prompts(prompts)
         for index, prompt in enumerate(prompts):
@@ -126,9 +133,10 @@ class StreamingManager:
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
     async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncGenerator[str, None]:
-        """Queue a prompt and yield its text in pieces, for a coroutine; raise as :meth:`add_request` does.
+        """Queue a prompt and yield its text in pieces, for a coroutine.
 
-        Closing the iterator, or cancelling its task, cancels the request. Also raises the request's error.
+        Closing the iterator, or cancelling its task, cancels the request. Raises the errors of
+        :meth:`add_request`, and the error with which the request ends.
         """
         inbox = CoroutineInbox(self._mail)
         request_id = self._add_one(prompt, params, inbox)
@@ -143,9 +151,9 @@ class StreamingManager:
                 del self._streams[request_id]
 
     def stream_text(self, request_id: int) -> Iterator[str]:
-        """Yield the request's text in pieces until it ends, for one reader only.
+        """Yield the request's text in pieces until the request ends; only one thread may read it.
 
-        Raises the request's error, or ``RoseError`` if it was added with an inbox.
+        Raises the error with which the request ends, or ``RoseError`` if it was added with an inbox.
         """
         stream = self._stream(request_id)
         if stream.inbox_is_shared or not isinstance(stream.inbox, SimpleQueue):
@@ -153,7 +161,10 @@ class StreamingManager:
         return self._read(stream, stream.inbox)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
-        """Wait at most ``timeout`` seconds for the request to end; return its output or raise its error."""
+        """Wait until the request has ended; return its output or raise its error.
+
+        timeout: maximum wait in seconds, after which ``RoseError`` is raised; None means no limit.
+        """
         longest = _longest_wait(timeout)
         stream = self._stream(request_id)
         if not stream.ended.wait(longest):
@@ -161,7 +172,7 @@ class StreamingManager:
         return stream.output()
 
     def metrics(self, request_id: int) -> RequestMetrics:
-        """Return the request's arrival time, and the delivery time of each token so far."""
+        """Return the request's arrival time and the delivery times of its tokens so far."""
         return self._stream(request_id).metrics
 
     def cancel(self, request_id: int) -> bool:
@@ -185,7 +196,7 @@ class StreamingManager:
     def close(self) -> None:
         """Abort all requests and stop the worker, which finishes at most its current step.
 
-        Every waiter gets a ``ClosedError``. May be called repeatedly and from several threads.
+        Every waiting reader receives a ``ClosedError``. May be called repeatedly, and from several threads.
         """
         with self._lock:
             self._refusal = self._refusal or _closed()
@@ -228,7 +239,7 @@ class StreamingManager:
         return [stream.request_id for stream in streams]
 
     def _check_room(self, n_new: int) -> None:
-        """Raise if ``n_new`` requests cannot be accepted; the caller holds the lock."""
+        """Raise if ``n_new`` more requests cannot be accepted; the caller holds the lock."""
         if self._refusal is not None:
             raise_again(self._refusal)
         if self.max_in_flight is not None and len(self._in_flight) + n_new > self.max_in_flight:
@@ -251,7 +262,7 @@ class StreamingManager:
     def _prepare(
         self, streams: list[Stream], prompts: list[str | list[int]], params: list[SamplingParams]
     ) -> None:
-        """Tokenize the prompts in a thread of the pool, then let the worker start the requests."""
+        """Tokenize the prompts in a thread of the pool, then order the worker to start the requests."""
         try:
             self._orders.put(partial(self._start, streams, self._make_sequences(prompts, params)))
         except BaseException as error:  # even a tokenizer's panic must reach the readers
@@ -300,7 +311,7 @@ class StreamingManager:
             send(self._mail)
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """Yield at most ``ORDERS_A_STEP`` incoming orders; block for one if no request is running.
+        """Yield at most ``ORDERS_A_STEP`` incoming orders; wait for the first if no request is running.
 
         One order may start any number of requests that were added together.
         """
@@ -319,7 +330,10 @@ class StreamingManager:
                 self._running[self._scheduler.submit(sequence)] = stream
 
     def _deliver_due(self, sequences: list[Sequence]) -> None:
-        """After a step, finish ended requests and deliver due text, to some readers in turn."""
+        """Finish the requests that ended in a step and deliver due text; some readers must wait their turn.
+
+        sequences: the sequences that received tokens or failed in the step.
+        """
         if sequences is not self._sequences:  # usually the same list step after step
             self._sequences, self._stepped = sequences, [self._running[s.request_id] for s in sequences]
         now = perf_counter()
@@ -334,7 +348,7 @@ class StreamingManager:
         self._take_turns(now)
 
     def _take_turns(self, now: float) -> None:
-        """Deliver due text to the next readers, one for every ``READER_S`` since the last call."""
+        """Deliver due text to the next readers in turn, one for every ``READER_S`` since the last call."""
         readers = self._readers
         self._turns = min(self._turns + (now - self._turns_at) / READER_S, len(readers))
         self._turns_at = now
@@ -382,7 +396,7 @@ class StreamingManager:
             self._end(stream, reason)
 
     def _end(self, stream: Stream, outcome: RequestOutput | BaseException) -> None:
-        """End the stream and wake its waiters; only the first call has an effect."""
+        """End the stream and wake its readers; only the first call has an effect."""
         if stream.ended.is_set():
             return
         with self._lock:
@@ -407,7 +421,10 @@ def _check_whole(name: str, value: int, low: int) -> None:
 
 
 def _longest_wait(timeout: float | None) -> float | None:
-    """Validate ``timeout``; return None (no limit) if it exceeds ``TIMEOUT_MAX``."""
+    """Return ``timeout`` in seconds, or None (no limit) if it is None or exceeds ``TIMEOUT_MAX``.
+
+    Raises ``RoseError`` if it is invalid.
+    """
     if timeout is None:
         return None
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= 0:

@@ -1,1 +1,1 @@
-"""Prefill and decode steps, driven by the host or resident on the GPU."""
+"""Prefill and decode steps: their interface, and the steps that are resident on the GPU."""

@@ -1,10 +1,11 @@
 """Prefill by CUDA graphs: after one copy the device caches the prompts and chooses their first tokens.
 
-A prefill replays two graphs: one of the layers, captured per bucket of tokens, then one that chooses first
-tokens, captured per number of places (one per sequence) and mode. Graphs that do both would be needed for
-every combination, three times as many as all decode steps have; the second replay is submitted while the
-first one runs. Some graphs of the layers have fewer attention programs, for few prompts, or split keys into
-pieces, for few tokens after a long prefix (``prefill_tiles``).
+A prefill replays two graphs: one of the layers, captured for each padded number of tokens, then one that
+chooses the first tokens, captured for each padded number of places and mode. (A place holds the inputs of one
+sequence, or padding.) Graphs that do both would be needed for every combination, three times as many as all
+decode steps have. The second replay is submitted while the first one runs. Some graphs of the layers have
+fewer attention programs, for prefills of few prompts, or split keys into pieces, for few tokens after a long
+prefix (``prefill_tiles``).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_inputs import FEW, PromptInputs, PromptLayout, Shape, Tiling
 
 CAPTURED_TOKENS = 4096
-FEW_TOKENS = 1024  # beyond, programs without a tile cost little
-# Numbers of sequences whose first tokens one graph chooses. The head's GEMM reads all its weights however few
-# rows there are, in tiles of 16 or 64 rows.
+FEW_TOKENS = 1024  # above this number, programs without a tile cost little in comparison
+# Captured numbers of places. The head's GEMM reads all of its weights even for one row, and computes tiles of
+# 16 or 64 rows.
 PLACES = 1, 16, 64, 256
 
 
 def bucket_of(n_tokens: int) -> int:
     """Return the captured number of tokens to which ``n_tokens`` tokens are padded.
 
-    These are powers of two up to 256, then multiples of 128 up to 1,024, of 256 up to 2,048, and of 512: in a
-    large run, a padding token takes as long as a real one.
+    The captured numbers are powers of two up to 256, then multiples of 128 up to 1,024, of 256 up to 2,048,
+    and of 512 beyond: in a large prefill, a padding token takes as long as a real one.
     """
     for limit, step in ((256, None), (1024, 128), (2048, 256)):
         if n_tokens <= limit:
@@ -44,7 +45,7 @@ def bucket_of(n_tokens: int) -> int:
 
 
 def places_for(n_sequences: int) -> int:
-    """Return the captured number of places to which ``n_sequences`` first tokens are padded."""
+    """Return the captured number of places, one per sequence, to which ``n_sequences`` places are padded."""
     return next(places for places in PLACES if n_sequences <= places)
 
 
@@ -52,7 +53,11 @@ LayerSize = tuple[int, Tiling]  # number of tokens, tiling
 
 
 def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
-    """Return the size of the layers' graph for a prefill; in pieces, it has at least ``BLOCK_M`` tokens."""
+    """Return the size of the layers' graph that serves a prefill.
+
+    n_tokens, n_prompts: new tokens and sequences of the prefill.
+    in_pieces: whether any tile's keys are split into pieces; the graph then has at least ``BLOCK_M`` tokens.
+    """
     tokens = bucket_of(n_tokens)
     if in_pieces:
         return max(tokens, BLOCK_M), "pieces"
@@ -60,7 +65,10 @@ def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
 
 
 def room_of(model: Transformer, most_positions: int) -> int:
-    """Return how many attention tiles the GPU runs at once; 0 if no prefix can be long enough to split."""
+    """Return how many attention tiles, with all their heads, the GPU runs at once.
+
+    Returns 0 on a CPU, and if ``most_positions`` is too few for any prefix to be split into pieces.
+    """
     if model.device.type != "cuda" or most_positions <= LONG_PREFIX:
         return 0
     num_sms, c = torch.cuda.get_device_properties(model.device).multi_processor_count, model.config
@@ -68,7 +76,11 @@ def room_of(model: Transformer, most_positions: int) -> int:
 
 
 class PromptBuffer:
-    """The device buffer ``[words]`` int32 that captured prefills read, at fixed addresses."""
+    """The device buffer ``[words]`` int32 that captured prefills read, at fixed addresses.
+
+    packed: the prefill whose inputs it holds.
+    layout: the layout of these inputs.
+    """
 
     def __init__(self, packed: PackedPrefill, layout: PromptLayout) -> None:
         self.packed, self.layout = packed, layout
@@ -76,7 +88,11 @@ class PromptBuffer:
         self.words = torch.zeros(layout.largest.words, dtype=torch.int32, device=device)
 
     def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
-        """Return the inputs of the layers, which have the same addresses for every number of places."""
+        """Return the inputs of the layers, which have the same addresses for every number of places.
+
+        tokens: captured number of tokens.
+        tiling: which attention programs are launched.
+        """
         inputs = self._inputs(self.layout.shape(tokens, self.layout.most_places))
         return replace(inputs, columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
 
@@ -85,15 +101,15 @@ class PromptBuffer:
         return self._inputs(self.layout.shape(1, places))
 
     def send(self, words: np.ndarray, tokens: int, places: int) -> None:
-        """Copy the inputs ``words`` of a run of this size to the device."""
+        """Copy the inputs ``words`` of a prefill with this many tokens and places to the device."""
         self.packed.send(words, self.words[self.layout.span(self.layout.shape(tokens, places))])
 
     def send_inert(self, tokens: int, places: int) -> None:
-        """Send padding only, with which a run writes nothing but the spare row."""
+        """Send padding only, so that a prefill writes nothing but the state's spare row."""
         self.send(self.packed.inert(self.layout.shape(tokens, places)), tokens, places)
 
     def inertly(self, tokens: int, places: int, run: Callable[[], object]) -> None:
-        """Send inert inputs, then call ``run``."""
+        """Send inert inputs of this size, then call ``run``."""
         self.send_inert(tokens, places)
         run()
 
@@ -102,11 +118,17 @@ class PromptBuffer:
 
 
 class CapturedPrefill:
-    """A prefill that replays the work of ``packed`` from CUDA graphs, padded with inert tokens and places.
+    """A prefill that replays the work of ``packed`` from CUDA graphs, on inputs with padding.
 
-    Launching the kernels of a prefill takes the host longer than running them takes the GPU. A prefill of
-    more than ``most_tokens`` tokens or ``PLACES[-1]`` sequences is left to ``packed``. All graphs read one
-    buffer. room: the result of :func:`room_of`; with 0, tiles are never split into pieces.
+    For a short prefill, the host takes longer to launch the kernels than the GPU takes to run them. A prefill
+    of more than ``most_tokens`` tokens or ``PLACES[-1]`` sequences is not captured: ``packed`` runs it kernel
+    by kernel. All graphs read one buffer.
+
+    packed: the prefill that the graphs capture.
+    graphs: captures the graphs.
+    most_tokens: upper bound on the tokens of a captured prefill; rounded up to a captured size, and at most
+        ``CAPTURED_TOKENS``.
+    room: the result of :func:`room_of`; 0 means that tiles are never split into pieces.
     """
 
     def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0) -> None:
@@ -130,14 +152,19 @@ class CapturedPrefill:
         return self.buffer.layout
 
     def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
-        """Run a prefill that is larger than all graphs, kernel by kernel, as ``packed`` does."""
+        """Run a prefill that is too large for any graph, kernel by kernel, as ``packed`` does."""
         return self.packed.run(words, shape, mode)
 
     def replay(self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None) -> Tensor:
-        """Replay a prefill of inputs ``words``, laid out by ``layout.shape(tokens, places)``.
+        """Replay a prefill; return the final hidden states of each place's last token, ``[places, C]``.
 
-        mode: the chooser's mode for first tokens; None chooses none. Returns final hidden states. Missing
-        graphs are captured first, since a capture overwrites the staged inputs.
+        words: the inputs, laid out by ``layout.shape(tokens, places)``.
+        tokens, tiling: the size of the layers' graph.
+        places: captured number of places.
+        mode: the chooser's mode for first tokens; None replays only the layers' graph, chooses no tokens, and
+            returns the buffer of hidden states ``[most_tokens, C]``.
+
+        Missing graphs are captured first, before the inputs are sent, since a capture overwrites the buffer.
         """
         run_layers = self._layer_run(tokens, tiling)
         choose = None if mode is None else self._token_run(places, mode)
@@ -153,7 +180,7 @@ class CapturedPrefill:
         return layer_runs + [partial(self._token_run, *kind) for kind in missing]
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
+        """Return functions that run each kernel once, on padding only, to compile it before its capture."""
         runs: list[Callable[[], object]] = []
         for size in self._layer_sizes():
             run = partial(self._run_layers, *size)
@@ -163,13 +190,13 @@ class CapturedPrefill:
         return runs
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
+        """Return functions that run a prefill of ``n_tokens`` padding tokens, to compile its kernels."""
         return self.packed.rehearsals(n_tokens)
 
     def _layer_sizes(self) -> list[LayerSize]:
-        """Return the sizes of all graphs of the layers, the most tokens first.
+        """Return the sizes of all graphs of the layers, from most to fewest tokens.
 
-        Graphs in pieces exist only for sizes whose tiles leave the GPU room for more programs.
+        Graphs that split tiles into pieces exist only for sizes whose tiles do not fill the GPU.
         """
         most_in_pieces = min(self.most_tokens, (self.layout.room - 1) * BLOCK_M)
         tokens, most_prompts = range(1, self.most_tokens + 1), self.spare
@@ -178,7 +205,7 @@ class CapturedPrefill:
         return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
-        """Return places and mode of every graph that chooses first tokens, the most places first."""
+        """Return number of places and mode of each graph that chooses first tokens, most places first."""
         most = places_for(min(self.spare, PLACES[-1]))
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
@@ -197,7 +224,7 @@ class CapturedPrefill:
         return self._token_runs[places, mode]
 
     def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
-        """Capture ``run`` after a warm-up with inert inputs, which write nothing but the spare row."""
+        """Capture ``run`` after a warm-up with inert inputs, which write nothing but the spare state row."""
         self.buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 

@@ -18,14 +18,15 @@ GraphPool = Any  # torch's handle
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the one stream of all captures: cuBLAS keeps 32 MiB for every stream that it is called on."""
+    """Return the stream of all captures; cuBLAS keeps 32 MiB for every stream that it is called on."""
     return torch.cuda.Stream()
 
 
 class Graphs:
-    """The CUDA graphs of one engine, which share a memory pool; ``count``: their number so far.
+    """The CUDA graphs of one engine, which share a memory pool.
 
-    They run one after the other: each keeps its outputs, but may overwrite another one's intermediates.
+    Graphs are replayed one after another. Each keeps its outputs, but may overwrite the intermediate tensors
+    of another graph.
     """
 
     def __init__(self) -> None:
@@ -34,10 +35,11 @@ class Graphs:
 
     @property
     def count(self) -> int:
+        """The number of graphs captured so far."""
         return len(self._captured)
 
     def capture(self, run: Callable[[], T], warm_up: Callable[[], object] | None) -> Callable[[], T]:
-        """Capture ``run`` into a new graph, as :func:`record_graph` does, with the shared memory pool."""
+        """Capture ``run`` into a new graph that uses the shared memory pool, as :func:`record_graph` does."""
         graph = torch.cuda.CUDAGraph()
         self._captured.append(graph)
         return record_graph(run, warm_up, self._pool, graph)
@@ -61,10 +63,14 @@ def record_graph(
 ) -> Callable[[], T]:
     """Capture ``run`` in a CUDA graph; return a function that replays it and returns the captured outputs.
 
-    warm_up: runs the same kernels before the capture, which compiles and tunes them; None if all have run
-    before. pool: a memory pool that the graph shares, or None. graph: an empty graph to capture into, or None
-    for a new one. Other threads may use CUDA during the capture. Unlike ``torch.cuda.graph``, this neither
-    waits for the device nor returns unused memory to it.
+    run: launches the kernels to capture.
+    warm_up: runs the same kernels before the capture, which compiles and tunes them; None if they have all
+        run before.
+    pool: the memory pool to allocate from, shared with other graphs; None for a private pool.
+    graph: an empty graph to capture into; None for a new one.
+
+    Other threads may use CUDA during the capture. Unlike ``torch.cuda.graph``, this function neither waits
+    for the device nor returns unused memory to it.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())

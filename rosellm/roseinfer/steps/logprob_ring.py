@@ -15,16 +15,20 @@ from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.layers.logprobs import likely_tokens, likely_words
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 
-SIZES = 1, 16, 64  # rows of a run; more rows take several, so that their logits take no more memory
+SIZES = 1, 16, 64  # rows computed at once; batches of more rows are divided, to bound the memory of logits
 
 
 class LogprobRing:
-    """The results of ``likely_tokens`` for the latest steps of every row: ``[ROUNDS, S, W]`` on the device.
+    """A ring on the device with the logprobs of the latest steps: ``[ROUNDS + 1, S, W]`` int32.
 
-    The result of a row's r-th step is at ``[r % ROUNDS, row]``, like its token in the ring of the state.
-    Separate runs compute it, so a step without such requests has no extra kernel. logits: maps final hidden
-    states ``[n, C]`` of ``dtype`` to logits ``[n, V]``. graphs: captures the runs; None launches each kernel
-    from Python.
+    The entry of a row's r-th step is at ``[r % ROUNDS, row]``, like its token in the ring of the state, and
+    holds the result of ``likely_tokens``: W 32-bit integers. Padding writes to the last, unused round.
+    Logprobs are computed by kernels of their own after the step, so a step in which no request wants them
+    runs no extra kernel.
+
+    state: the device state, whose tokens are read.
+    logits: maps final hidden states ``[n, C]`` of ``dtype`` to logits ``[n, V]``.
+    graphs: captures the computation as CUDA graphs; if None, every kernel is launched from Python.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class LogprobRing:
     ) -> None:
         self._tokens, self._logits, self._graphs = state.tokens, logits, graphs
         device, words = state.rows.device, likely_words(config.vocab_size)
-        # Unused places write past the last round.
+        # Padding writes to the extra round.
         self._words = torch.zeros(ROUNDS + 1, len(state.rows), words, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(SIZES[-1], config.d_model, dtype=dtype, device=device)
         self._inputs = torch.zeros(3 * SIZES[-1], dtype=torch.int64, device=device)
@@ -46,10 +50,12 @@ class LogprobRing:
         self._runs: dict[int, Callable[[], object]] = {}
 
     def begin(self, hidden: Tensor, places: np.ndarray, slots: np.ndarray, rounds: np.ndarray) -> None:
-        """Start computing results for a step's new tokens, without waiting for the device.
+        """Start computing the logprobs of a step's new tokens, without waiting for the device.
 
-        The token of state row ``slots[i]`` was chosen from row ``places[i]`` of hidden ``[m, C]``; its round
-        was ``rounds[i]`` when the step began.
+        hidden: final hidden states ``[m, C]`` of the step.
+        places: for each token, the row of ``hidden`` from which it was chosen ``[n]``.
+        slots: for each token, its row of the device state ``[n]``.
+        rounds: for each token, the round of that row when the step began ``[n]``.
         """
         for first in range(0, len(places), SIZES[-1]):
             part = slice(first, first + SIZES[-1])
@@ -60,7 +66,10 @@ class LogprobRing:
             run()
 
     def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
-        """Return results ``[n, W]`` of ended steps, on the CPU, without waiting for steps begun since."""
+        """Return the entries ``[n, W]`` of finished steps on the CPU, without waiting for later steps.
+
+        rounds, indices: round and state row of each entry, ``[n]``.
+        """
         with torch.cuda.stream(self._stream):
             places = torch.from_numpy(np.stack((rounds, indices))).to(self._words.device)
             return self._words[places[0], places[1]].cpu()
@@ -71,7 +80,7 @@ class LogprobRing:
         return [partial(self._run, size) for size in reversed(sizes) if size not in self._runs]
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
+        """Return functions that run each kernel once, on padding only, to compile it before its capture."""
         sizes = SIZES if self._graphs is not None else ()
         return [partial(self._find_inert, size) for size in sizes]
 
@@ -84,7 +93,7 @@ class LogprobRing:
         return self._runs[size]
 
     def _send(self, size: int, *columns: np.ndarray) -> Tensor:
-        """Send places, slots and rounds, padded with inert entries; return them as ``[3, size]``."""
+        """Send places, slots and rounds, padded with inert entries; return them as int64 ``[3, size]``."""
         host = self._staging.host(3, size)
         host[:, : len(columns[0])] = columns
         host[:, len(columns[0]) :] = [[0], [0], [ROUNDS]]

@@ -1,4 +1,4 @@
-"""Prefill without padding: uncached tokens of many sequences in one run, all inputs in one copy."""
+"""Prefill without padding: uncached tokens of many sequences packed together, all inputs sent in one copy."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from rosellm.roseinfer.steps.prompt_inputs import (
 
 
 class PackedPrefill:
-    """A prefill of packed prompts, with one kernel per layer that attends and writes keys and values.
+    """A prefill of packed prompts, in which one kernel per layer attends and caches keys and values.
 
-    state: its last row is a spare one, written by unused places. layers_for: returns the layers for n tokens.
+    layers_for: maps a number of tokens to the layers.
+    state: the device state; padding places write to its last row, which is spare.
+    next_tokens: chooses first tokens and advances their state rows.
     """
 
     def __init__(
@@ -52,43 +54,55 @@ class PackedPrefill:
         self.spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
 
     def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
-        """Cache the tokens of inputs ``words [shape.words]``; choose first tokens unless ``mode`` is None.
+        """Cache the tokens described by ``words``, choose first tokens, and return final hidden states.
 
-        Returns final hidden states: those of each place's last token, ``[places, C]``, if first tokens are
-        chosen, else those of all tokens, ``[N, C]``.
+        words: the inputs ``[shape.words]`` int32.
+        mode: the chooser's mode for first tokens; None chooses none.
+
+        Returns the states of each sequence's last token ``[places, C]``, or of all tokens ``[N, C]`` if
+        ``mode`` is None.
         """
         inputs = PromptInputs.of(self.send(words), shape)
         hidden = self.layers(inputs)
         return hidden if mode is None else self.first_tokens(inputs, hidden, mode)
 
     def captures(self) -> list[Callable[[], object]]:
-        """Return an empty list: nothing is captured."""
+        """Return an empty list: this prefill has no graphs."""
         return []
 
     def warm_ups(self) -> list[Callable[[], object]]:
-        """Return an empty list: nothing is captured."""
+        """Return an empty list: this prefill has no graphs."""
         return []
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return a function that runs a prefill of ``n_tokens`` in every mode, with inert inputs."""
+        """Return one function, which runs a prefill of ``n_tokens`` padding tokens in every mode.
+
+        It compiles the kernels of such a prefill and takes as much memory as a real one.
+        """
         return [partial(self._rehearse, n_tokens)]
 
     def inert(self, shape: Shape) -> np.ndarray:
-        """Return inputs ``[shape.words]`` with which a run writes nothing but the spare row."""
+        """Return inputs ``[shape.words]`` with which a prefill writes nothing but the spare state row."""
         words, columns = np.zeros(shape.words, np.int32), tile_columns([], [], None, BLOCK_M)
         fill_inputs(PromptInputs.of(words, shape), NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
         return words
 
     def send(self, words: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """Copy the inputs to the device at once, into ``out`` if given; return the device tensor."""
+        """Copy the inputs to the device in one copy, into ``out`` if given; return the device tensor."""
         return self._staging.put(words).send(out)
 
     def layers(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Tensor:
-        """Run the layers; return final hidden states ``[N, C]``. in_pieces: whether tiles may be split."""
+        """Run the layers and return final hidden states ``[N, C]``.
+
+        in_pieces: whether the keys of tiles may be split into pieces.
+        """
         return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs, in_pieces))
 
     def bind(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Attend:
-        """Return the attention of these tokens, which also writes their keys and values to the cache."""
+        """Return the attention of the packed tokens, which also caches their keys and values.
+
+        in_pieces: whether the keys of tiles may be split into pieces.
+        """
         tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces), self.model.config
         table = self.state.of(inputs.rows).table
 
@@ -110,7 +124,13 @@ class PackedPrefill:
         return attend
 
     def first_tokens(self, inputs: PromptInputs[Tensor], hidden: Tensor, mode: str) -> Tensor:
-        """Write the state rows, choose their first tokens, advance them; return hidden states ``[B, C]``."""
+        """Write the new state rows, choose their first tokens, and advance the rows.
+
+        hidden: final hidden states ``[N, C]`` of all tokens.
+        mode: the chooser's mode.
+
+        Returns the hidden states ``[B, C]`` of each place's last token.
+        """
         chosen = hidden[inputs.last]
         self.state.rows.index_copy_(0, inputs.slots, inputs.rows)
         self.next_tokens(chosen, self.state.of(inputs.rows), mode, self.state, inputs.slots)

@@ -1,6 +1,6 @@
 """The host's plan of the resident step: which sequence has which row, and how many tokens it has cached.
 
-It holds integers only; all device work is done by calls of :class:`worker.Worker`.
+The plan holds only integers on the host; all device work is done by calls of :class:`worker.Worker`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ RELEASED = -1
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's row of the device state; ``index`` is ``RELEASED`` once the sequence has left it."""
+    """A sequence's row of the device state; ``index`` is ``RELEASED`` once the sequence has given it up."""
 
     sequence: Sequence
     index: int
 
 
 class Batch(NamedTuple):
-    """The rows of one step, their sequences, and the rows' indices ``[n]`` when the step began."""
+    """The rows that a step advances.
+
+    rows, sequences: the rows and their sequences, in the same order.
+    indices: the rows' indices in the device state when the step began, int64 ``[n]``.
+    """
 
     rows: list[Row]
     sequences: list[Sequence]
@@ -41,9 +45,10 @@ NO_ROWS = Batch([], [], np.zeros(0, np.int64))
 
 
 def batch_bucket(batch: int) -> int:
-    """Return the captured batch size to which a batch of ``batch`` rows is padded.
+    """Return the captured batch size to which a batch of ``batch`` state rows is padded.
 
-    These are powers of two up to 8, then multiples of 8 up to 64, of 32 up to 256, and of 128.
+    The captured sizes are powers of two up to 8, then multiples of 8 up to 64, of 32 up to 256, and of 128
+    beyond.
     """
     for limit, step in ((8, None), (64, 8), (256, 32)):
         if batch <= limit:
@@ -52,7 +57,7 @@ def batch_bucket(batch: int) -> int:
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Return the captured batch sizes for 1 to ``most`` rows, the smallest first."""
+    """Return the captured batch sizes needed for 1 to ``most`` state rows, from smallest to largest."""
     buckets = [1]
     while buckets[-1] < most:
         buckets.append(batch_bucket(buckets[-1] + 1))
@@ -60,18 +65,25 @@ def batch_buckets(most: int) -> list[int]:
 
 
 def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
-    """Write each sequence's block ids into its row of ``table``; entries past them keep their values."""
+    """Write each sequence's block ids to the front of its row of ``table``; the rest of the row is kept."""
     for row, sequence in zip(table, sequences, strict=False):
         ids = sequence.block_ids
         row[: len(ids)] = ids
 
 
 class Planner:
-    """The rows of the device state, as they will be once all begun steps have ended.
+    """The host's view of the rows of the device state, as they will be once all begun steps have ended.
 
-    width: the length of a row's block table. ring: that of ``DeviceState``. call: ``Worker.call``, on every
-    rank. left: how many tokens a row may still generate; position: how many of its tokens are cached;
-    reserved: how many have KV slots; round: its number of steps, modulo ``ROUNDS``; each int64 ``[S]``.
+    width: length of a row's block table.
+    ring: the ring of ``DeviceState``, as an array.
+    call: ``Worker.call``, on every rank.
+
+    Each of these attributes is int64 ``[S]``, with one entry per state row:
+
+    left: number of tokens the sequence may still generate.
+    position: number of its tokens that are cached.
+    reserved: number of its tokens that have slots in the KV cache.
+    round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
 
     def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlocks, call: Call) -> None:
@@ -81,7 +93,7 @@ class Planner:
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # min-heap
-        self._left_behind: set[int] = set()  # released while the device may still run them
+        self._left_behind: set[int] = set()  # released rows that the device may still run
         self._running: Batch | None = None
 
     def __len__(self) -> int:
@@ -92,11 +104,11 @@ class Planner:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences that have a row."""
+        """The sequences that have a state row."""
         return list(self._row_of)
 
     def check_room(self, n_more: int) -> None:
-        """Raise ``OptionError`` if fewer than ``n_more`` rows are free."""
+        """Raise ``OptionError`` if fewer than ``n_more`` state rows are free."""
         if n_more > len(self._free):
             raise OptionError(
                 f"{n_more} more sequences exceed the {len(self)} that run together at most: "
@@ -104,12 +116,12 @@ class Planner:
             )
 
     def batch(self, sequences: list[Sequence]) -> Batch:
-        """Return the rows of ``sequences``, each of which must have one."""
+        """Return the batch of ``sequences``, each of which must have a state row."""
         rows = [self._row_of[sequence] for sequence in sequences]
         return Batch(rows, sequences, np.array([row.index for row in rows], np.int64))
 
     def running(self) -> Batch:
-        """Return the rows that may generate a token, by index; the same object until these change."""
+        """Return the rows that may generate a token, by index; the same object while the set is unchanged."""
         if self._running is None:
             self._compact()
             indices = np.flatnonzero(self.left > 0)
@@ -118,16 +130,23 @@ class Planner:
         return self._running
 
     def attach(self, sequences: list[Sequence], positions: list[int]) -> np.ndarray:
-        """Write a row for each sequence, with ``positions[i]`` cached tokens; return the indices ``[n]``.
+        """Give each sequence a state row, and send the rows to the device; return their indices ``[n]``.
 
-        The token at a sequence's position is the input of its next step.
+        positions: number of cached tokens of each sequence; the token at that position is the input of the
+            next step.
         """
         indices, fields = self.assign(sequences, positions)
         self._send(sequences, indices, fields)
         return indices
 
     def assign(self, sequences: list[Sequence], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Like :meth:`attach`, but send nothing; return indices ``[n]`` and fields ``[n, FIELDS]``."""
+        """Give each sequence a state row, without sending it to the device.
+
+        positions: number of cached tokens of each sequence.
+
+        Returns the rows' indices int64 ``[n]`` and fields int32 ``[n, FIELDS]``. Raises ``OptionError``,
+        changing nothing, if too few rows are free.
+        """
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
         indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
         self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
@@ -141,7 +160,7 @@ class Planner:
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def free(self, row: Row) -> None:
-        """Free a row on the host only; on the device it is inert, since its sequence has ended there, too."""
+        """Free the row of an ended sequence on the host; the device has already made the row inert."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
@@ -156,15 +175,16 @@ class Planner:
             self.free(row)
 
     def deactivate(self) -> None:
-        """Make the rows that were released and not reassigned inert on the device."""
+        """Make the released rows inert on the device, except those that have been assigned again."""
         if self._left_behind:
             self._call("deactivate_rows", np.array(list(self._left_behind), np.int32))
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
-        """Reserve KV slots for the rows whose next token has none.
+        """Reserve slots in the KV cache for the rows whose next token has none, and send their block tables.
 
-        Raises ``KVCacheExhausted``, before the step begins; slots reserved until then are kept.
+        Raises ``KVCacheExhausted`` if blocks run out; slots reserved until then are kept. No step has begun
+        by then.
         """
         short = np.flatnonzero(self.position[batch.indices] >= self.reserved[batch.indices])
         if not short.size:
@@ -180,7 +200,10 @@ class Planner:
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
     def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
-        """Record the start of a step that gives each row of ``batch`` a token; ran: indices it runs on."""
+        """Record the start of a step that gives each row of ``batch`` one token.
+
+        ran: indices of all state rows that the step runs on, including inert ones; their rounds advance.
+        """
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         self.position[batch.indices] += 1
         self.left[batch.indices] -= 1
@@ -188,7 +211,7 @@ class Planner:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
-        """Return the token that each row got in its latest step, which must have ended."""
+        """Return the token that each row received in its latest step, which must have ended."""
         return self._ring[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
@@ -198,7 +221,7 @@ class Planner:
         return self._row_of[sequence]
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
-        """Reserve the rest of a row's last block, or a new block, but no more than the sequence needs."""
+        """Reserve the rest of a row's last block, or a new block, up to the sequence's maximum length."""
         reserved = int(self.reserved[index])
         room = self.blocks.block_size - reserved % self.blocks.block_size
         n_tokens = min(room, sequence.max_length - 1 - reserved)
@@ -206,7 +229,7 @@ class Planner:
         self.reserved[index] += n_tokens
 
     def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> None:
-        """Send the block tables of these rows, and their fields ``[n, 0 or FIELDS]``, in one copy."""
+        """Send these rows in one copy: block tables and fields, ``[n, FIELDS]``, or ``[n, 0]`` for none."""
         n, n_fields = fields.shape
         words = np.zeros((n, 1 + n_fields + self.width), np.int32)
         words[:, 0] = indices
@@ -215,7 +238,7 @@ class Planner:
         self._call("write_rows", words, n_fields)
 
     def _compact(self) -> None:
-        """Move the last rows to free indices if a smaller captured batch size is then enough."""
+        """Move the last rows to lower free indices if a smaller captured batch size then suffices."""
         taken = np.flatnonzero(self.left > 0)
         if not taken.size or batch_bucket(int(taken[-1]) + 1) == batch_bucket(len(taken)):
             return
@@ -225,7 +248,7 @@ class Planner:
             self._move(*np.array(moves).T)
 
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Move rows to other indices, on host and device; each index keeps its own round."""
+        """Move rows to other indices on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
         for column in (self.left, self.position, self.reserved):
             column[targets] = column[sources]

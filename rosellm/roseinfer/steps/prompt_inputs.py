@@ -18,17 +18,19 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.planner import write_tables
 
 A = TypeVar("A", Tensor, np.ndarray)
-ALIGNED = 4  # words
-# What a graph of the layers has attention programs for: the tiles of any number of prompts, the tiles of at
-# most FEW prompts, or pieces of tiles. A program without a tile does nothing, but takes its turn on the GPU.
+ALIGNED = 4  # 32-bit integers
+# The attention programs of a layers' graph: enough for any number of prompts ("many"), for at most FEW
+# prompts ("few"), or for pieces of tiles ("pieces"). Launching a program without a tile also takes time.
 Tiling = Literal["many", "few", "pieces"]
 FEW = 16
 
 
 class Chunks(NamedTuple):
-    """Chunks of prompts in packed order, those that complete their prompts first.
+    """Chunks of prompts in packed order; chunks that complete their prompts come first.
 
-    starts, counts: numbers of cached and new tokens of each; n_whole: how many complete their prompts.
+    sequences: the sequence of each chunk.
+    starts, counts: numbers of cached and of new tokens of each sequence.
+    n_whole: how many chunks complete their prompts.
     """
 
     sequences: list[Sequence]
@@ -47,7 +49,7 @@ class Chunks(NamedTuple):
 
     @property
     def whole(self) -> list[Sequence]:
-        """The sequences that are fully cached after these chunks."""
+        """The sequences whose prompts are fully cached after these chunks."""
         return self.sequences[: self.n_whole]
 
 
@@ -56,7 +58,13 @@ NO_SLOTS, NO_FIELDS = np.zeros(0, np.int64), np.zeros((0, FIELDS), np.int32)
 
 
 class Shape(NamedTuple):
-    """The sizes of a prefill's inputs: tokens, attention tiles, places (a sequence each), words per row."""
+    """The sizes of a prefill's inputs.
+
+    tokens: number of packed tokens.
+    tiles: number of attention tiles.
+    places: number of places, one per sequence or padding.
+    row_words: number of 32-bit integers in a row of the device state.
+    """
 
     tokens: int
     tiles: int
@@ -65,12 +73,12 @@ class Shape(NamedTuple):
 
     @property
     def spans(self) -> list[slice]:
-        """The slice of the buffer for each part of the inputs, in order."""
+        """The slice of the buffer for each part of the inputs, in the order of ``PromptInputs``."""
         return _layout(self)[0]
 
     @property
     def place_words(self) -> int:
-        """The number of words of all places, which precede the tokens."""
+        """The number of 32-bit integers of all places; the tokens follow them in the buffer."""
         return self.spans[3].start
 
     @property
@@ -80,7 +88,7 @@ class Shape(NamedTuple):
 
 @lru_cache(1024)
 def _layout(shape: Shape) -> tuple[list[slice], int]:
-    """Return the slices of a shape's parts, and the number of words in all."""
+    """Return the slices of the parts of a shape, and the total number of 32-bit integers."""
     n, tiles, places, row_words = shape
     sizes = 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
     *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
@@ -89,10 +97,14 @@ def _layout(shape: Shape) -> tuple[list[slice], int]:
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """The layout of every captured run's inputs in one buffer, for at most these tokens and places.
+    """The layout of the inputs of every captured prefill in one buffer.
 
-    The tokens of every run begin at the same address, right after its places; only the part that a run uses
-    is sent. room: number of tiles, or pieces of tiles, in runs that split tiles; 0 if no run does.
+    most_tokens, most_places: upper bounds on the tokens and places of a prefill.
+    room: number of tiles, or pieces of tiles, in a prefill that splits tiles; 0 if none does.
+    row_words: number of 32-bit integers in a row of the device state.
+
+    The tokens begin at the same address in every prefill, right after its places. Only the part that a
+    prefill uses is sent.
     """
 
     most_tokens: int
@@ -101,12 +113,12 @@ class PromptLayout:
     row_words: int
 
     def shape(self, tokens: int, places: int) -> Shape:
-        """Return a run's shape, with as many tiles as its tokens can need for any number of prompts."""
+        """Return the shape of a prefill, with enough tiles for its tokens in any number of prompts."""
         tiles = _most_tiles(tokens, self.most_places)
         return Shape(tokens, max(tiles, self.room), places, self.row_words)
 
     def span(self, shape: Shape) -> slice:
-        """Return the slice of the buffer that a run of this shape uses."""
+        """Return the slice of the buffer that a prefill of this shape uses."""
         start = self.largest.place_words - shape.place_words
         return slice(start, start + shape.words)
 
@@ -115,11 +127,11 @@ class PromptLayout:
         return self.shape(self.most_tokens, self.most_places)
 
     def table_rows(self, places: int) -> range:
-        """Return the rows of the layers' block table that a run with ``places`` places uses."""
+        """Return the rows of the layers' block table that a prefill with ``places`` places uses."""
         return range(self.most_places - places, self.most_places)
 
     def n_tiles(self, tokens: int, tiling: Tiling) -> int:
-        """Return the number of programs per head that the attention kernel is launched with."""
+        """Return the number of programs per head with which the attention kernel is launched."""
         return (
             self.room
             if tiling == "pieces"
@@ -128,7 +140,7 @@ class PromptLayout:
 
 
 def _most_tiles(tokens: int, prompts: int) -> int:
-    """Return the most tiles that ``tokens`` tokens of ``prompts`` prompts can have."""
+    """Return the maximum number of tiles of ``tokens`` tokens in at most ``prompts`` prompts."""
     return min(tokens, prompts + tokens // BLOCK_M)
 
 
@@ -136,11 +148,23 @@ def _most_tiles(tokens: int, prompts: int) -> int:
 class PromptInputs(Generic[A]):
     """The inputs of a packed prefill, as views of consecutive parts of one int32 buffer.
 
-    For each place: last ``[B]`` int64, the index of its last token among the packed ones; slots ``[B]``
-    int64, its row of the device state; rows ``[B, FIELDS + W]``, the new contents of that row. Then ids and
-    positions ``[N]``, and columns ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no
-    rows, positions of −1, and places whose slot is the state's spare row. Each part starts at a multiple of
-    16 bytes, whatever the shape: Triton recompiles a kernel for pointers that are aligned otherwise.
+    A place is one sequence of the batch, or padding. Per place:
+
+    last: int64 ``[B]``, the index among the packed tokens of the sequence's last token.
+    slots: int64 ``[B]``, the sequence's row of the device state.
+    rows: ``[B, row_words]``, the new contents of that row.
+
+    Per token:
+
+    ids, positions: ``[N]``.
+
+    Per tile:
+
+    columns: ``[COLUMNS, T]``.
+
+    Padding is inert: tiles of no tokens, tokens at position -1, and places whose slot is the state's spare
+    row. Each part starts at a multiple of 16 bytes, whatever the shape, because Triton recompiles a kernel
+    when the alignment of a pointer changes.
     """
 
     last: A
@@ -152,7 +176,7 @@ class PromptInputs(Generic[A]):
 
     @classmethod
     def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
-        """Return views of ``buffer [shape.words]``, which is contiguous and aligned to 16 bytes."""
+        """Return views of ``buffer [shape.words]``, which must be contiguous and aligned to 16 bytes."""
         last, slots, rows, ids, positions, columns = (buffer[span] for span in shape.spans)
         wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
         rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(COLUMNS, shape.tiles)
@@ -169,8 +193,10 @@ def fill_inputs(
 ) -> None:
     """Fill every part of ``inputs``, including the padding.
 
-    columns: the result of ``prefill_tiles.tile_columns``. slots ``[n]``, fields ``[n, FIELDS]``: the state
-    rows of the chunks that complete their prompts. spare: the state row of places without a first token.
+    columns: the result of ``prefill_tiles.tile_columns``.
+    slots, fields: int64 ``[n]`` and int32 ``[n, FIELDS]``: indices and fields of the state rows of the n
+        sequences that the chunks complete.
+    spare: the state row of padding, and of sequences whose prompts are not complete.
     """
     _fill_tokens(inputs, chunks)
     inputs.columns[:, : columns.shape[1]] = columns

@@ -19,18 +19,23 @@ from rosellm.roseinfer.steps.worker import Worker
 
 
 class Prompts(Protocol):
-    """The part of a step that caches chunks of prompts and gives complete ones a row and a first token."""
+    """The part of a step that caches chunks of prompts; complete prompts receive a row and a first token."""
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """Reserve slots for ``counts[i]`` more tokens of sequence i, and cache them.
+        """Reserve slots for ``counts[i]`` more tokens of sequence i, and cache these tokens.
 
-        Returns the rows of the sequences that are then fully cached, in the order of the worker's hidden
-        states. The caller updates ``num_cached_tokens``.
+        Returns the rows of the sequences that are fully cached afterwards, in the order of the worker's
+        hidden states. The caller updates ``num_cached_tokens``.
         """
 
 
 class PackedPrompts:
-    """The :class:`Prompts` that packs chunks into one array, without padding, for the worker's prefill."""
+    """A :class:`Prompts` that packs chunks into one array, without padding, for the worker's prefill.
+
+    planner: assigns rows and blocks.
+    worker: runs the prefill on this rank.
+    call: ``worker.call``, on every rank.
+    """
 
     def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
         self.planner, self.worker, self._call = planner, worker, call
@@ -39,7 +44,7 @@ class PackedPrompts:
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """Reserve slots and cache the chunks; a prefill larger than all graphs runs kernel by kernel."""
+        """Reserve slots and cache the chunks, by CUDA graphs unless the prefill is too large for them."""
         with profile_range(PREFILL_RANGE):
             chunks = self.reserved(sequences, counts)
             captured = self._captured
@@ -50,7 +55,7 @@ class PackedPrompts:
             return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """Reserve slots for the chunks and the rest of a completed prompt's last block; return the chunks."""
+        """Reserve slots for the chunks and the rest of completed prompts' last blocks; return the chunks."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
@@ -59,16 +64,22 @@ class PackedPrompts:
         return chunks
 
     def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
-        """Return the number of pieces into which each chunk's tiles are split; None if all stay whole."""
+        """Return the number of pieces into which each chunk's tiles are split, or None if none is split.
+
+        room: number of tiles that the GPU runs at once.
+        """
         return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, self.n_heads, self.window)
 
     def mode_of(self, chunks: Chunks) -> str | None:
-        """Return the chooser's mode for the first tokens, or None if there are none."""
+        """Return the chooser's mode for the first tokens, or None if no chunk completes a prompt."""
         params = [s.params for s in chunks.whole]
         return self.worker.next_tokens.chooser.mode(params) if params else None
 
     def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
-        """Assign rows to the completed prompts; return all inputs ``[shape.words]`` int32."""
+        """Assign rows to the completed prompts; return all inputs of the prefill, ``[shape.words]`` int32.
+
+        columns: the result of ``tile_columns``.
+        """
         whole = chunks.whole
         slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
         words = np.zeros(shape.words, np.int32)
@@ -91,7 +102,7 @@ class PackedPrompts:
 
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
-    """Return how many slots to reserve after a prompt: those in its last block that the sequence needs."""
+    """Return how many slots to reserve after a prompt: those in its last block that the output will need."""
     n_tokens = sequence.num_cached_tokens + count
     if n_tokens < sequence.prefill_length:
         return 0

@@ -1,9 +1,9 @@
 """The GPU-resident decode step: tokens, positions, appends, sampling and stops stay on the device.
 
-One captured graph per batch bucket advances every running sequence by one token. The host admits sequences,
-grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from pinned
-memory. A row that has ended is inert until it is reassigned. ``ladder.dense.Dense`` is the same step
-driven by the host, and the specification of this one.
+One graph, captured per padded batch size, advances every running sequence by one token. The host admits
+sequences, grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from
+pinned memory. A row whose sequence has ended is inert until it is reassigned. ``ladder.dense.Dense`` is the
+host-driven form of this step, and its specification.
 
 Blocks may change owners while steps are in flight: device work is ordered, so an earlier step's writes land
 before a later owner's prefill, and a released row is made inert before any later step.
@@ -37,7 +37,12 @@ Kind = Literal["prefill", "decode"]
 
 
 class SamplingPlan(NamedTuple):
-    """How a batch is sampled: the chooser's mode; asking: indices of sequences that request logprobs."""
+    """How a batch is sampled.
+
+    batch: the rows to sample.
+    mode: the chooser's mode.
+    asking: positions within ``batch`` (not state rows) of the sequences that request logprobs.
+    """
 
     batch: Batch
     mode: str
@@ -46,7 +51,14 @@ class SamplingPlan(NamedTuple):
 
 @dataclass(slots=True)
 class _Begun:
-    """A step in flight; rounds: its rows' rounds; since, clock: when the previous step and this one end."""
+    """A step in flight.
+
+    rounds: the round of each row of ``batch`` when the step began.
+    since: the time from which the step counts: the end of the previous step, or its start if none was in
+        flight.
+    clock: the time at which the step ends.
+    has_logprobs: whether any sequence of the batch requests logprobs.
+    """
 
     kind: Kind
     batch: Batch
@@ -57,10 +69,15 @@ class _Begun:
 
 
 class ResidentStep:
-    """The step that is planned on the host, runs on the device, and delivers its tokens later.
+    """A step that is planned on the host, runs on the device, and delivers its tokens later.
 
-    It serves one engine, in one thread. planner: assigns rows and blocks to sequences. prompts: caches
-    prompts and chooses their first tokens. worker: runs on the device; call: ``worker.call``, on every rank.
+    It serves one engine, in one thread.
+
+    planner: assigns rows and blocks to sequences.
+    worker: runs on the device of this rank.
+    prompts: caches prompts and chooses their first tokens.
+    call: ``worker.call``, on every rank.
+    group: the ranks; ``group.check`` is called after each wait for the device.
     """
 
     run_ahead = RUN_AHEAD
@@ -76,7 +93,7 @@ class ResidentStep:
         self._clock = worker.clock()
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._plan = self._plan_of(NO_ROWS)
-        self._latest: tuple[list[Sequence], Batch] | None = None  # sequences with tokens, their hidden states
+        self._latest: tuple[list[Sequence], Batch] | None = None  # sequences; their rows of ``hidden``
 
     @classmethod
     def on(cls, worker: Worker, model: Transformer, group: Group = ALONE) -> Self:
@@ -89,9 +106,10 @@ class ResidentStep:
         return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of sequence i; give fully cached ones a row and their next token.
+        """Begin to cache ``counts[i]`` more tokens of sequence i; its ``num_cached_tokens`` advances at once.
 
-        Raises ``OptionError``, and begins nothing, if there are not enough free rows.
+        A sequence that is fully cached afterwards is given a row and, when the step is collected, its next
+        token. Raises ``OptionError``, and begins nothing, if there are too few free rows.
         """
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self.planner.check_room(len(whole))
@@ -108,14 +126,14 @@ class ResidentStep:
         self.planner.advance(batch, batch.indices)
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a decode step; return how many rows it advances: 0 if all last tokens are in flight."""
+        """Begin a decode step; return the number of rows it advances, 0 if all last tokens are in flight."""
         batch = self._to_run(sequences)
         if batch.rows:
             self._begin_step(sequences, batch)
         return len(batch.rows)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Wait until at most ``leave`` steps are in flight; commit and yield ended steps, in order."""
+        """Wait until at most ``leave`` steps are in flight; commit and yield all ended steps, in order."""
         while True:
             while self._ended:
                 yield self._ended.popleft()
@@ -124,12 +142,15 @@ class ResidentStep:
             self._settle(leave=len(self._begun) - 1)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's row, if it has one."""
+        """Free the sequence's state row, if it has one."""
         self.planner.release(sequence)
         self._listed = None
 
     def last_logits(self) -> Tensor:
-        """Return logits ``[B, V]`` of the latest step begun, recomputed from its final hidden states."""
+        """Return logits ``[B, V]`` of the latest step begun, recomputed from its final hidden states.
+
+        Raises ``RoseError`` if no step has begun.
+        """
         if self._latest is None:
             raise RoseError("no step has been begun; there are no logits yet")
         sequences, batch = self._latest
@@ -141,19 +162,25 @@ class ResidentStep:
         self._call("warm_up", rows, n_tokens)
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that capture the missing graphs on this rank."""
+        """Return functions that each capture a missing graph on this rank.
+
+        rows: if given, only the graphs of decode steps that serve this many sequences.
+        """
         return self.worker.captures(rows)
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
+        """Return functions that run each kernel once, on padding only, to compile it before its capture.
+
+        rows: if given, only the kernels of decode steps that serve this many sequences.
+        """
         return self.worker.warm_ups(rows)
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Return the functions of :meth:`captures` that take the most memory."""
+        """Return those functions of :meth:`captures` that need the most memory."""
         return self.worker.largest_captures()
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
+        """Return functions that run a prefill of ``n_tokens`` padding tokens, to compile its kernels."""
         return self.worker.rehearsals(n_tokens)
 
     @property
@@ -162,7 +189,7 @@ class ResidentStep:
         return self.worker.n_captured
 
     def _to_run(self, sequences: list[Sequence]) -> Batch:
-        """Bring the rows of ``sequences`` up to date; return the batch that a step would advance."""
+        """Update the rows of ``sequences``, and return the batch that the next step advances."""
         if sequences is not self._listed:
             self._reconcile(sequences)
         if not self._begun:
@@ -197,18 +224,21 @@ class ResidentStep:
         return SamplingPlan(batch, mode, asking)
 
     def _find_logprobs(self, plan: SamplingPlan, places: np.ndarray) -> None:
-        """Start computing the requested log-probabilities; places ``[n]``: the batch's hidden-state rows."""
+        """Start computing the log-probabilities that sequences of the batch request.
+
+        places: for each sequence of the batch, its row of the hidden states ``[n]``.
+        """
         if plan.asking.size:
             indices = plan.batch.indices[plan.asking]
             inputs = np.stack((places[plan.asking], indices, self.planner.round[indices]))
             self._call("find_logprobs", inputs)
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
-        """Release the rows of all sequences but these, and give rows to those that have none."""
+        """Release the rows of sequences not in ``sequences``, and give rows to sequences that have none."""
         wanted, planner = set(sequences), self.planner
         others = [s for s in planner.sequences if s not in wanted]
         if others:
-            self._settle()  # the host must know their latest tokens
+            self._settle()  # the host must know the latest tokens of these sequences
         for sequence in others:
             planner.release(sequence)
         missing = [s for s in sequences if s not in planner and s.finish_reason is None]
@@ -217,7 +247,7 @@ class ResidentStep:
         self._listed = sequences
 
     def _send_edited(self) -> None:
-        """Resend the rows of sequences whose last token is not the one that the device chose."""
+        """Resend the rows of sequences whose last token differs from the token that the device chose."""
         batch = self.planner.batch(self.planner.sequences)
         chosen = zip(batch.sequences, self.planner.last_tokens(batch), strict=True)
         edited = [s for s, token in chosen if s.tokens[s.num_cached_tokens] != token]
@@ -227,9 +257,9 @@ class ResidentStep:
     # Steps in flight: begun, then committed once they have ended, then collected.
 
     def _start(self) -> None:
-        """Prepare to submit a step: its time counts from the end of the previous step, or from now if idle.
+        """Prepare to submit a step: start its timer if no step is in flight, and keep the ring from overflow.
 
-        The ring has room for the tokens of ``ROUNDS`` steps, so the oldest are committed before it is full.
+        The ring holds the tokens of ``ROUNDS`` steps, so the oldest steps are committed before it is full.
         """
         if not self._begun:
             self._clock = self.worker.clock()
@@ -237,20 +267,20 @@ class ResidentStep:
             self._settle(leave=ROUNDS // 2)
 
     def _note(self, kind: Kind, plan: SamplingPlan) -> None:
-        """Record a step, which has just been submitted to the device, as one in flight."""
+        """Record a step that has just been submitted to the device as being in flight."""
         since, self._clock = self._clock, self.worker.clock()
         rounds = self.planner.round[plan.batch.indices]
         self._begun.append(_Begun(kind, plan.batch, rounds, since, self._clock, bool(plan.asking.size)))
 
     def _settle(self, leave: int = 0) -> None:
-        """Wait until at most ``leave`` steps are in flight; commit the tokens of the ended ones."""
+        """Wait until at most ``leave`` steps are in flight, and commit the tokens of the ended steps."""
         while len(self._begun) > leave:
             self._begun[0].clock.wait()
             self._check()
             self._ended.append(self._commit(self._begun.popleft()))
 
     def _commit(self, begun: _Begun) -> Done:
-        """Copy a step's tokens from the ring to its sequences, except those released meanwhile."""
+        """Copy a step's tokens from the ring to its sequences, except those released since it began."""
         rows, sequences, indices = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
@@ -265,7 +295,11 @@ class ResidentStep:
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
     def _give_logprobs(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
-        """Give sequences in ``got`` the requested log-probabilities; live: indices of rows not released."""
+        """Give sequences in ``got`` the log-probabilities that they request.
+
+        live: positions within the batch of the rows not released.
+        got: the sequences that received a new token.
+        """
         sequences = begun.batch.sequences
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
         own = [sequences[i] for i in there]

@@ -30,25 +30,29 @@ def profile_range(name: str) -> AbstractContextManager[object]:
 
 
 class Warmable(Protocol):
-    """The interface of what can be warmed up: a step, or the part of a step that has graphs."""
+    """The interface of a step, or a part of one, whose kernels and graphs can be prepared before use."""
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that capture one missing graph each.
+        """Return functions that each capture one missing graph.
 
         rows: if given, only the graphs of decode steps that serve this many sequences.
         """
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that run every kernel of :meth:`captures` uncaptured, with inert inputs."""
+        """Return functions that run each kernel once, on padding only, to compile it before its capture.
+
+        rows: as in :meth:`captures`.
+        """
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs.
+        """Return functions that run a prefill of ``n_tokens`` padding tokens, without capture.
 
-        They compile the kernels of a prefill and take as much memory. The list may be empty.
+        They compile the kernels of such a prefill and take as much memory as a real one. The list may be
+        empty.
         """
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Return the functions of :meth:`captures` that take the most memory, in every mode."""
+        """Return those functions of :meth:`captures` that need the most memory, in every mode."""
 
     @property
     def n_captured(self) -> int:
@@ -58,47 +62,52 @@ class Warmable(Protocol):
 class Step(Warmable, Protocol):
     """The interface by which an engine runs prefills and decode steps, whose tokens may arrive later.
 
-    The caller has made room in the cache; the step reserves the blocks it writes to. run_ahead: how many
-    begun steps a scheduler leaves unfinished; a sequence may be in one more.
+    The caller has made sure that the cache has enough free blocks; the step reserves the blocks it writes to.
+
+    run_ahead: how many begun steps a scheduler leaves unfinished. When it begins the next step, a sequence
+        may be in ``run_ahead + 1`` steps.
     """
 
     run_ahead: int
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of sequence i; one that is then fully cached gets its next token.
+        """Cache ``counts[i]`` more tokens of sequence i; choose its next token if it is then fully cached.
 
-        On return, the ``num_cached_tokens`` of all other sequences have advanced.
+        On return, the ``num_cached_tokens`` of every sequence has advanced; next tokens are committed later,
+        by :meth:`collect`.
         """
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step that gives each sequence one more token; return the number of rows that it runs.
+        """Begin a step that gives each sequence one more token; return the number of rows that it advances.
 
-        Sequences whose last token is in flight are left out. A list that is passed again must not have been
-        modified in between.
+        Sequences whose last token is already in flight are left out. A list that is passed again must not
+        have been modified in between.
         """
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
+        """Wait until at most ``leave`` begun steps are unfinished; yield all steps that have ended, in order.
 
-        A step's tokens are committed before it is yielded, except those of released sequences.
+        The tokens of a step are committed before it is yielded, except those of released sequences.
         """
 
     def release(self, sequence: Sequence) -> None:
-        """Give the sequence no further token: it has ended or is abandoned, and its blocks will be freed."""
+        """Stop generating for a sequence that has ended or is abandoned; the caller then frees its blocks."""
 
     def warm_up(self, rows: int | None, n_tokens: int) -> None:
         """Compile the kernels and capture the graphs, as :func:`warm_up` does."""
 
     def last_logits(self) -> Tensor:
-        """Return logits ``[B, V]`` of the latest step begun, one row per sequence that gets a token."""
+        """Return the logits ``[B, V]`` of the latest step begun, one row per sequence given a token."""
 
 
 @torch.inference_mode()
 def warm_up(step: Warmable, rows: int | None, n_tokens: int, device: torch.device) -> None:
     """Compile the kernels and capture the graphs of every decode step and prefill, in every mode.
 
-    rows: if given, only decode steps of that many sequences. n_tokens: the size of the prefill that is run
-    uncaptured. Progress bars on stderr show what takes longer than a second.
+    rows: if given, only the decode steps of that many sequences.
+    n_tokens: size of the prefill that runs uncaptured, to compile the kernels of large prefills.
+
+    Progress bars on stderr show work that takes longer than a second.
     """
     runs = step.captures(rows)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 """The device side of the resident step: its state, layers, choice of tokens, and CUDA graphs.
 
-Rank 0's planner calls a worker's methods by name, with numbers, strings and arrays; every rank has a worker,
-which runs the same calls in the same order. Nothing here waits for the device.
+Rank 0's planner calls a worker's methods by name, with numbers, strings and arrays. Every rank has a worker,
+and all workers run the same calls in the same order. No method waits for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ StepKey = tuple[int, str, str]  # rows, the chooser's mode, attention's variant
 
 
 class Clock:
-    """The time at which the device ends all work submitted so far; on a CPU, the time of construction."""
+    """The time at which the device finishes all work submitted before this object was made.
+
+    On a CPU, where work is synchronous, it is the time of construction.
+    """
 
     __slots__ = ("_event", "_time")
 
@@ -57,12 +60,17 @@ class Clock:
 
 
 class Worker:
-    """The device side of a planner, which runs its calls on the rows of ``state``.
+    """The device side of a planner: runs the planner's calls on the rows of ``state``.
 
-    state: its last row is a spare one, written by padding. counts ``[S, V]`` int32: the table of
-    ``TokenCounts``. layers_for: returns the layers for n rows. bind: returns the attention of a state and a
-    variant, which also appends. graphs: captures the runs; None launches each kernel from Python. prompts:
-    caches packed prompts. hidden: the final hidden states from which the latest step chose its tokens.
+    state: the device state; its last row is spare, and padding writes to it.
+    counts: ``[S, V]`` int32, the table of ``TokenCounts``.
+    layers_for: maps a number of rows to the layers.
+    bind: maps a state and a variant to the attention, which also writes new keys and values to the cache.
+    next_tokens: chooses tokens and advances the rows.
+    logprobs: computes requested log-probabilities.
+    graphs: captures decode steps as CUDA graphs; if None, every kernel is launched from Python.
+    prompts: prefills packed prompts.
+    hidden: the final hidden states from which the latest step chose its tokens.
     """
 
     def __init__(
@@ -88,30 +96,37 @@ class Worker:
         self._every_row = torch.arange(self.n_rows, device=self.device)
         self._staging = StagingBuffer(self.device, torch.int32)
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
-        self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by bucket
+        self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run the method ``name``; its arguments, which ranks exchange, are numbers, strings and arrays."""
+        """Run the method ``name``; ranks exchange its arguments, which are numbers, strings and arrays."""
         return getattr(self, name)(*arguments)
 
     # Called by name, on every rank.
 
     @torch.inference_mode()
     def write_rows(self, words: np.ndarray, n_fields: int) -> None:
-        """Write ``words [n, 1 + n_fields + W]``: a row's index, last ``n_fields`` fields and block table."""
+        """Write block tables, and fields unless ``n_fields`` is 0, to rows of the state.
+
+        words: ``[n, 1 + n_fields + W]`` int32: per row, its index, its last ``n_fields`` fields and its block
+            table.
+        """
         sent = self._staging.put(words).send()
         columns = self.state.rows[:, FIELDS - n_fields : FIELDS - n_fields + words.shape[1] - 1]
         columns.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
 
     @torch.inference_mode()
     def deactivate_rows(self, indices: np.ndarray) -> None:
-        """Make rows ``indices [n]`` inert."""
+        """Make state rows ``indices [n]`` inert."""
         self.state.positions.index_fill_(0, self._staging.put(indices).send().long(), INERT)
 
     @torch.inference_mode()
     def move_rows(self, indices: np.ndarray) -> None:
-        """Move rows ``indices[0]`` to ``indices[1]``, which keep their own rounds."""
+        """Copy state rows ``indices[0]`` to rows ``indices[1]``, and make the source rows inert.
+
+        Rounds are not copied: each index keeps its own, on the host too.
+        """
         source, target = self._staging.put(indices).send().long()
         rounds = self.state.rounds[target]
         self.state.rows[target] = self.state.rows[source]
@@ -120,7 +135,10 @@ class Worker:
 
     @torch.inference_mode()
     def write_counts(self, words: np.ndarray, n: int) -> None:
-        """Clear rows ``words[:n]`` of ``counts``; write the entries that follow, by row, token and value."""
+        """Replace the contents of rows of ``counts``.
+
+        words: int32: the ``n`` table rows to clear; then the rows, tokens and values of m entries to write.
+        """
         sent = self._staging.put(words).send()
         place, token, number = sent[n:].view(3, -1)
         self.counts.index_fill_(0, sent[:n].long(), 0)
@@ -133,31 +151,44 @@ class Worker:
 
     @torch.inference_mode()
     def decode(self, rows: int, mode: str, variant: str) -> None:
-        """Advance the first ``rows`` rows, a captured batch size, by one token."""
+        """Advance the first ``rows`` state rows by one token; ``rows`` is a captured batch size."""
         self.hidden = self.step(rows, mode, variant)()
 
     @torch.inference_mode()
     def prefill(self, words: np.ndarray, shape: Shape, mode: str | None) -> None:
-        """Cache packed prompts, kernel by kernel; mode: the chooser's, or None without first tokens."""
+        """Cache packed prompts and choose their first tokens, kernel by kernel.
+
+        words: the inputs ``[shape.words]`` int32.
+        mode: the chooser's mode; None chooses no tokens and keeps ``hidden``.
+        """
         self._keep(self.prompts.run(words, shape, mode), mode)
 
     @torch.inference_mode()
     def captured_prefill(
         self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
     ) -> None:
-        """Cache packed prompts by replaying two graphs, which are captured first if missing."""
+        """Cache packed prompts and choose first tokens by replaying two graphs, captured first if missing.
+
+        words: the inputs, laid out for ``tokens`` and ``places``.
+        tokens, tiling, places: captured sizes.
+        mode: the chooser's mode; None replays only the graph of the layers and chooses no tokens.
+        """
         assert isinstance(self.prompts, CapturedPrefill)
         self._keep(self.prompts.replay(words, tokens, tiling, places, mode), mode)
 
     @torch.inference_mode()
     def find_logprobs(self, inputs: np.ndarray) -> None:
-        """Start computing logprobs; inputs ``[3, n]``: rows of ``hidden``, rows of the state, rounds."""
+        """Start computing logprobs of the latest step's tokens.
+
+        inputs: int64 ``[3, n]``: per token, its row of ``hidden``, its row of the state, and that row's round
+            when the step began.
+        """
         assert self.hidden is not None
         self.logprobs.begin(self.hidden, *inputs)
 
     @torch.inference_mode()
     def logits(self, rows: np.ndarray) -> Tensor:
-        """Recompute and return the logits ``[n, V]`` of rows ``[n]`` of ``hidden``."""
+        """Recompute and return the logits ``[n, V]`` of rows ``rows [n]`` of ``hidden``."""
         assert self.hidden is not None
         return self.next_tokens.chooser.logits(self.hidden[torch.from_numpy(rows).to(self.device)])
 
@@ -169,21 +200,26 @@ class Worker:
     # Called by this rank only.
 
     def choose(self, hidden: Tensor, indices: np.ndarray, mode: str) -> None:
-        """Choose the tokens of rows ``indices [n]`` from hidden ``[n, C]``, and advance them."""
+        """Choose the tokens of state rows ``indices [n]`` from hidden ``[n, C]``, and advance these rows."""
         slots = torch.from_numpy(indices).to(self.device)
         self.next_tokens(hidden, self.state.at(slots), mode, self.state, slots)
         self.hidden = hidden
 
     def clock(self) -> Clock:
-        """Return a clock that stops when the device has finished all work submitted so far."""
+        """Return a clock of all work submitted so far."""
         return Clock(self.device.type == "cuda")
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """Return the attention variant for ``rows`` contexts with this longest and mean length in tokens."""
+        """Return the attention variant for ``rows`` rows with this longest and mean context, in tokens."""
         return self.bind.variant(rows, longest, mean)
 
     def step(self, rows: int, mode: str, variant: str) -> Callable[[], Tensor]:
-        """Return a function that runs a decode step, or replays its graph, which is captured if missing."""
+        """Return a function that runs a decode step or replays its graph, which is captured first if missing.
+
+        rows: number of state rows, a captured batch size.
+        mode: the chooser's mode.
+        variant: the attention variant.
+        """
         key = rows, mode, variant
         if key not in self._steps:
             run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), mode, variant)
@@ -193,7 +229,10 @@ class Worker:
         return self._steps[key]
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that capture missing graphs, the largest first: smaller ones reuse its memory."""
+        """Return functions that capture the missing graphs, largest first: smaller graphs reuse their memory.
+
+        rows: if given, only the graphs of decode steps that serve this many sequences.
+        """
         if self.graphs is None:
             return []
         keys = [key for bucket in self._buckets(rows) for key in self._keys(bucket) if key not in self._steps]
@@ -203,7 +242,10 @@ class Worker:
         return self.prompts.captures() + steps + self.logprobs.captures()
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """Return functions that run every kernel of the graphs uncaptured, with inert inputs."""
+        """Return functions that run each kernel once, on padding only, to compile it before its capture.
+
+        rows: if given, only the kernels of decode steps that serve this many sequences.
+        """
         if self.graphs is None:
             return []
         steps: list[Callable[[], object]] = [partial(self._run_idle, n) for n in self._buckets(rows)]
@@ -212,11 +254,11 @@ class Worker:
         return self.prompts.warm_ups() + steps + self.logprobs.warm_ups()
 
     def largest_captures(self) -> list[Callable[[], object]]:
-        """Return the functions of :meth:`captures` that take the most memory."""
+        """Return those functions of :meth:`captures` that need the most memory."""
         return self.prompts.captures()[:1] + self.captures(self.n_rows) + self.logprobs.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return functions that run a prefill of ``n_tokens`` uncaptured, with inert inputs."""
+        """Return functions that run a prefill of ``n_tokens`` padding tokens, to compile its kernels."""
         return self.prompts.rehearsals(n_tokens)
 
     @property
@@ -229,28 +271,28 @@ class Worker:
             self.hidden = hidden
 
     def _buckets(self, rows: int | None) -> list[int]:
-        """Return the captured batch sizes, largest first, or only the one that serves ``rows``."""
+        """Return the captured batch sizes, largest first, or only the size that serves ``rows`` sequences."""
         buckets = batch_buckets(self.n_rows) if rows is None else [batch_bucket(rows)]
         return sorted({min(bucket, self.n_rows) for bucket in buckets}, reverse=True)
 
     def _keys(self, bucket: int) -> list[StepKey]:
-        """Return the keys of a bucket's steps, one for each mode and attention variant."""
+        """Return the keys of all decode steps of one batch size, one for each mode and attention variant."""
         return [(bucket, mode, v) for v in self.variants(bucket) for mode in self.next_tokens.chooser.modes]
 
     def variants(self, rows: int) -> list[str]:
-        """Return the attention variants that ``rows`` contexts of any lengths can need."""
+        """Return all attention variants that a batch of ``rows`` sequences can need, at any lengths."""
         longest = [min(1 << k, self._longest) for k in range((self._longest - 1).bit_length() + 1)]
         return sorted({self.variant(rows, most, mean) for most in longest for mean in (0, most)})
 
     def _run_idle(self, bucket: int) -> None:
-        """Run every kernel of the bucket's steps with inert rows, which write nothing."""
+        """Run every kernel of the decode steps of one batch size, on inert rows, which write nothing."""
         idle = self._idle.first(bucket)
         hidden = [self._hidden(idle, variant) for variant in self.variants(bucket)]
         for mode in self.next_tokens.chooser.modes:
             self._choose(hidden[0], idle, mode)
 
     def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
-        """Run, with inert rows, this variant and mode if no captured step of the bucket has run them."""
+        """Run this variant and this mode on inert rows, unless captured steps of this batch size ran them."""
         idle, met = self._idle.first(bucket), [key[1:] for key in self._steps if key[0] == bucket]
         if variant not in [known for _, known in met]:
             self._warm_hidden[bucket] = self._hidden(idle, variant)
