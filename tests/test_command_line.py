@@ -46,11 +46,12 @@ def test_an_error_of_ours_is_not_taken_for_the_users():
         command(lambda argv: 1 // 0)([])
 
 
+NO_HELP = "open_lab", "first_request", "version_side"  # JupyterLab's options; started by experiments alone
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "rosellm").rglob("*.py")
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8") and path.name != "open_lab.py"
-)  # open_lab's options are JupyterLab's
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8") and path.stem not in NO_HELP
+)
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture, option: str = "--help") -> list[str]:

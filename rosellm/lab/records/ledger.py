@@ -237,7 +237,8 @@ def drive(bench: Bench, steps: int) -> list[float]:
     for _ in range(steps):
         with record_function(PROFILED_STEP):
             engine.begin_decode(bench.sequences)
-            ends += [time.perf_counter() for _ in engine.step.collect(leave=engine.step.run_ahead)]
+            for _ in range(2):  # before and after prefills
+                ends += [time.perf_counter() for _ in engine.step.collect(leave=engine.step.run_ahead)]
     return ends + [time.perf_counter() for _ in engine.step.collect()]
 
 

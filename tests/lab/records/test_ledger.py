@@ -299,7 +299,7 @@ def tiny():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", BEST_RUNG])
+@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", BEST_RUNG, "one_pass"])
 def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     prompts = make_prompts(4, [3, 9], tiny.config.vocab_size)
     ledger = step_ledger(Bench(tiny, rung, prompts, tokens_needed(3) + 1), steps=3)
