@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 import tomllib
 import venv
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
@@ -23,7 +24,6 @@ from rosellm.models.checkpoint import SHIPPED_MODELS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = packages_distributions()
 RIVALS = {"vllm"}  # measured where it happens to be installed
 
 
@@ -47,6 +47,9 @@ def copy_files(names: list[str], to: Path) -> Path:
 
 
 # Dependencies
+
+
+distributions = cache(packages_distributions)
 
 
 def normal(name: str) -> str:
@@ -88,7 +91,7 @@ def test_each_package_that_a_room_imports_is_declared(room: str, extras: tuple[s
     undeclared = {
         name: path
         for name, path in packages.items()
-        if not known & {normal(distribution) for distribution in DISTRIBUTIONS.get(name, [name])}
+        if not known & {normal(distribution) for distribution in distributions().get(name, [name])}
     }
     assert not undeclared
 
@@ -109,7 +112,7 @@ import rosellm.lab.rung
 
 
 def test_the_lab_looks_for_every_package_of_its_extra() -> None:
-    needed = {normal(found) for name in _NEEDED.split() for found in DISTRIBUTIONS.get(name, [name])}
+    needed = {normal(found) for name in _NEEDED.split() for found in distributions().get(name, [name])}
     assert declared("notebooks") - declared() - {"jupyterlab", "traitlets"} <= needed
 
 
