@@ -36,7 +36,7 @@ from rosellm.roseinfer.recipe import recipe_choices
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check all arguments, then measure job by job."""
+    """Check all arguments, then measure one job after the other, here or on a cluster."""
     given = parse(argv)
     if given.cluster is None:
         measure_here(given)
@@ -57,10 +57,11 @@ def measure_here(given: argparse.Namespace) -> None:
 
 
 def sweep(given: argparse.Namespace) -> None:
-    """Run every job without a record on the cluster's machines, and write the records here.
+    """Run every job that has no record yet on the cluster's machines, and write the records here.
 
-    The plan is made on such a machine too, since this one need not have a GPU. If jobs fail, raises
-    ``RoseError`` after the others; after an interruption, ``SystemExit``.
+    The jobs are also selected on a machine of the cluster, since this machine may have no GPU. If a job
+    fails, the remaining jobs run and ``RoseError`` is raised at the end. An interruption raises
+    ``SystemExit``.
     """
     with Interruption() as interruption, Sweep(given.cluster, interruption) as machines:
         on_gpu = machines.takes_gpu(given.device)
@@ -86,7 +87,7 @@ def sweep(given: argparse.Namespace) -> None:
 
 
 def make_record(job: Job) -> dict[str, Any]:
-    """Return the record that ``job`` would write, with the name of this machine."""
+    """Run ``job`` in a temporary folder, and return its record with this machine's name added."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = job.in_folder(Path(folder))
         elsewhere.run()
@@ -96,7 +97,10 @@ def make_record(job: Job) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; of the options in ``OPTIONS`` only those that are given are set."""
+    """Parse the command line.
+
+    An option in ``OPTIONS`` is an attribute of the result only if it is given; ``options`` lists these.
+    """
     details = "options of single records"
     parser = ScreenParser(details=(details,), prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
@@ -118,7 +122,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def listed(known: Any) -> Any:
-    """Return an argparse type: comma-separated names, each one of ``known``."""
+    """Return an argparse type that parses comma-separated names, each of which must be in ``known``."""
 
     def parse_names(text: str) -> tuple[str, ...]:
         names = tuple(filter(None, text.split(",")))

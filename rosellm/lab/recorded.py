@@ -22,7 +22,7 @@ from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import WORKLOADS as VERDICTS, Verdict, verdicts
 from rosellm.roseinfer.recipe import LADDER
 
-MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine on which they were recorded
+MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine with the record ``ledger_w8``
 CAUSES = ("attention", "GEMM", "head", "norm", "sampling")
 HEADS = ("step", "floor", *CAUSES)
 
@@ -44,9 +44,12 @@ def _draw_waterfall(ledgers: Mapping[int, Sequence[Ledger]], batch: int) -> None
 
 @dataclass(kw_only=True)
 class RecordedPair:
-    """Two rungs in the records. ``results`` are the reference's, on which sentences and predictions rest.
+    """Two rungs, and their records on one or more machines.
 
-    ``others`` are added to every table and chart; a line names what one of them lacks.
+    before, after: the names of the rungs.
+    results: the records of the reference machine, on which the notebook's sentences and predictions rest.
+    others: the records of other machines. Tables and charts include them, and a line names what they lack.
+    predicted: workload → predicted saving in µs per step, set by :meth:`predict`.
     """
 
     before: str
@@ -57,18 +60,18 @@ class RecordedPair:
 
     @property
     def machines(self) -> list[Results]:
-        """The reference's records, then the others'."""
+        """The records of the reference machine, then those of the other machines."""
         return [self.results, *self.others]
 
     @property
     def change(self) -> dict[str, tuple[str, str]]:
-        """The recipe's fields that differ: name → (before, after)."""
+        """The fields in which the recipes differ: name → (value before, value after)."""
         return LADDER[self.before].difference(LADDER[self.after])
 
     def predict(self, **saved_us: float) -> None:
-        """Print the predicted saving in µs per step by workload, next to the recorded step before the change.
+        """Print the predicted savings next to the recorded step times of the rung ``before``.
 
-        The prediction is for the reference only.
+        saved_us: workload → predicted saving in µs per step, on the reference machine only.
         """
         self.predicted = saved_us
 
@@ -81,8 +84,9 @@ class RecordedPair:
     def outcome(self) -> None:
         """Print the recorded savings per step next to the prediction.
 
-        Also prints the savings between single engines, from the least to the most favourable pair, and those
-        that whole runs imply, which were recorded in another session.
+        Each rung was measured on several engines: the column "single engines" is the smallest and the largest
+        saving between an engine of one rung and an engine of the other. The last column is the saving that
+        whole runs imply, recorded in another session.
         """
 
         def figures(results: Results, workload: str) -> list[Any]:
@@ -106,7 +110,7 @@ class RecordedPair:
             print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
 
     def ablation(self) -> None:
-        """Print recorded µs per step of the rung before, the variants between, and this rung, by workload."""
+        """Print the recorded µs per step of both rungs and of the variants between them, by workload."""
 
         def steps(results: Results, workload: str) -> dict[str, StepTimes]:
             return step_times(results.figures(f"ablations-{workload}", self.after)["turns_us"])
@@ -118,9 +122,12 @@ class RecordedPair:
         self.print_table(["µs a step", *STEP_WORKLOADS], names, figures)
 
     def step_us(self, workload: str, results: Results | None = None) -> tuple[StepTimes, StepTimes]:
-        """Return the recorded decode steps of both rungs at a workload's batch size and mid-run context.
+        """Return the recorded step times of both rungs at a workload's batch size and mid-run context.
 
-        results: a machine's records, by default the reference's. Raises RecordError.
+        results: a machine's records, by default the reference machine's.
+
+        Raises RecordError if they are missing, or were measured at another batch size or context than the
+        reference machine's.
         """
         if results is not None and results is not self.results:
             check_same_size(results, self.results, f"steps-{workload}")
@@ -128,7 +135,10 @@ class RecordedPair:
         return old, new
 
     def whole_run_us(self, workload: str, results: Results | None = None) -> tuple[float, float]:
-        """Return µs per decode step implied by whole runs of both rungs: batch over tokens per second."""
+        """Return the µs per decode step that whole runs of both rungs imply.
+
+        They are the workload's batch size divided by the tokens per second.
+        """
         rows, found = WORKLOADS[workload].max_batch_size, results or self.results
         before, after = (rows / found.value(workload, rung) * 1e6 for rung in (self.before, self.after))
         return before, after
@@ -136,17 +146,18 @@ class RecordedPair:
     def print_table(
         self, headers: Sequence[str], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
     ) -> None:
-        """Print a row per key and machine, ``figures`` after its label.
+        """Print a table with a row for each key and machine, followed by lines that name what machines lack.
 
-        Lines below say what machines lack.
+        figures: returns the cells of a row after its label, the key.
         """
         rows, lacking = beside(self.machines, keys, figures)
         show_table(headers, rows, *lacking)
 
     def each_machine(self, read: Callable[[Results], T]) -> Iterator[tuple[str, T]]:
-        """Yield each machine's name and what ``read`` returns for its records; print a line if it has none.
+        """Yield the name of each machine and what ``read`` returns for its records.
 
-        Raises the reference's RecordError.
+        A line is printed instead if ``read`` returns nothing or raises RecordError or LookupError. An error
+        for the reference machine is raised.
         """
         for results in self.machines:
             found, why = None, RecordError.why
@@ -162,16 +173,16 @@ class RecordedPair:
                 print(f"{why}, {name_of(results)}")
 
     def timeline(self) -> None:
-        """Draw consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
+        """Draw consecutive recorded decode steps of both rungs on one time axis."""
         for name, recorded in self.each_machine(lambda one: one.figures("timelines", self.after)):
             traces = {rung: Trace.from_dict(recorded[rung]) for rung in (self.before, self.after)}
             title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {name}"
             show(timeline(traces, title))
 
     def waterfall(self, first: int | None = None) -> None:
-        """Draw where the recorded µs of a step went, by cause; skips ledgers disturbed by the profiler.
+        """Draw the recorded µs of a decode step of both rungs by cause; omit disturbed ledgers.
 
-        first: the batch shown first, by default the largest.
+        first: the batch size shown first, by default the largest.
         """
         for name, ledgers in self.each_machine(self._ledgers):
             if name != name_of(self.results):
@@ -185,31 +196,32 @@ class RecordedPair:
                 explore(partial(_draw_waterfall, usable), batch=batches)
 
     def _ledgers(self, results: Results) -> dict[int, list[Ledger]]:
-        """Return batch → the recorded ledgers of both rungs."""
+        """Return batch size → the recorded ledgers of both rungs."""
         return {
             int(batch): [Ledger.from_dict(rungs[rung]) for rung in (self.before, self.after)]
             for batch, rungs in results.figures("ledger").items()
         }
 
     def ledger(self, batch: int) -> Ledger:
-        """Return the recorded ledger of this rung's step. Raises RecordError."""
+        """Return the reference machine's ledger of the rung ``after``, as :meth:`ledger_on` does."""
         return self.ledger_on(self.results, self.after, batch)
 
     def ledger_before(self, batch: int) -> Ledger:
-        """Return the recorded ledger of the previous rung's step. Raises RecordError."""
+        """Return the reference machine's ledger of the rung ``before``, as :meth:`ledger_on` does."""
         return self.ledger_on(self.results, self.before, batch)
 
     def ledger_on(self, results: Results, rung: str, batch: int) -> Ledger:
-        """Return a rung's ledger on one of the machines.
+        """Return the recorded ledger of a rung's decode step on one of the machines.
 
-        Raises RecordError if it is missing, or unusable because the profiler disturbed it.
+        Raises RecordError if it is missing, or if the profiler disturbed it.
         """
         return _undisturbed(results.figures("ledger", str(batch), rung), f"{rung} at batch {batch}")
 
     def mixed_ledgers(self) -> dict[str, Ledger]:
-        """Print where a step of W8, W9 and W10 spends its time, each row halfway through its output.
+        """Print where a decode step of W8, W9 and W10 spends its time, and return workload → ledger.
 
-        Returns the ledgers of the one machine with this record; ``others`` like it are printed too.
+        Every sequence is halfway through its output. The ledgers returned are those of ``MIXED_LEDGERS``; the
+        table also shows those of ``others``.
         """
         first = find(MIXED_LEDGERS)
         others = tuple(replace(one, like=first) for one in self.others if one.folder != first.folder)
@@ -223,11 +235,14 @@ class RecordedPair:
         return {workload: Ledger.from_dict(one) for workload, one in recorded.items()}
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
-        """Return µs to read ``n_bytes`` at the read bandwidth of a machine, by default the reference."""
+        """Return the µs to read ``n_bytes`` at a machine's read bandwidth.
+
+        results: the machine's records, by default the reference machine's.
+        """
         return read_us(results or self.results, n_bytes)
 
     def recorded(self) -> None:
-        """Draw whole-run tokens per second of both rungs, as recorded."""
+        """Draw the recorded tokens per second of whole runs of both rungs."""
         shown = []
         for results in self.machines:
             measured = self._measured(results)
@@ -242,7 +257,7 @@ class RecordedPair:
             print(results.environment_line(f"{next(iter(self.verdicts(results)))}-{self.after}"))
 
     def _recorded_chart(self, machines: Sequence[Results]) -> Chart:
-        """Chart medians by workload, the machines of a workload below one another."""
+        """Return a chart of the medians by workload, with the machines of a workload side by side."""
         each = list(zip(names_of(machines), map(self.verdicts, machines), strict=True))
         found = {f"{w}{name}": own[w] for w in VERDICTS for name, own in each if w in own}
         chart = before_after(
@@ -258,9 +273,9 @@ class RecordedPair:
         return chart.update_traces(hovertext=legend, hoverinfo="name+text")
 
     def verdicts(self, results: Results | None = None) -> dict[str, Verdict]:
-        """Return the verdicts by workload, only for workloads with both rungs recorded in one session.
+        """Return workload → verdict, for the workloads on which both rungs were recorded in one session.
 
-        results: the machine's records; by default, those of the reference machine.
+        results: a machine's records, by default the reference machine's.
         """
         measured = self._measured(results or self.results)
         return {one.workload: one for one in measured if one.same_session}
@@ -269,9 +284,9 @@ class RecordedPair:
         return [one for one in verdicts(results, self.before, self.after) if one.is_measured]
 
     def verdict(self) -> None:
-        """Print, by workload, tokens per second before and after, change, spread of repeats, and verdict.
+        """Print by workload the tokens per second of both rungs, their change, its spread, and the verdict.
 
-        A line names the workloads recorded in different sessions, which are not compared.
+        Lines name the workloads whose rungs were recorded in different sessions and are not compared.
         """
         recorded = {results: self.verdicts(results) for results in self.machines}
 
@@ -290,5 +305,8 @@ class RecordedPair:
                 print(f"{' '.join(apart)}: recorded in different sessions, so not compared")
 
     def gain(self, workload: str) -> float:
-        """Return the recorded whole-run gain within one session: 0.5 for 50 % more tokens per second."""
+        """Return the gain of whole runs on the reference machine: 0.5 means 50 % more tokens per second.
+
+        Raises KeyError unless both rungs were recorded in one session.
+        """
         return self.verdicts()[workload].ratio - 1

@@ -1,8 +1,8 @@
 """Everything that a rung's notebook shows, one call each: ``nb = open_rung("cuda_graph", batch=6)``.
 
-A rung is compared with the previous one: the change in the recipe, the data flow figure, both sources, a
-prediction, a run of both here, a check of equal tokens, and the records of the reference GPU next to those of
-any other machine that the reader selected.
+A notebook compares a rung with the previous one: the change in the recipe, the data flow figure, both
+sources, a prediction, a run of both rungs on this machine, a check that their tokens are equal, and the
+records of the reference GPU next to those of other machines that the reader selects.
 """
 
 from __future__ import annotations
@@ -46,15 +46,23 @@ ON_TORCH = "\n(on a CPU both run the kernels' torch specifications: this compare
 
 
 class ClaimError(RoseError, AssertionError):
-    """A sentence that the figures no longer support."""
+    """A sentence of a notebook is not supported by the figures."""
 
 
 @dataclass(kw_only=True)
 class Rung(RecordedPair):
-    """A rung, the previous one, and what a notebook's parameters select: model, prompts, records."""
+    """A rung and the previous one, with the model, prompts and records that a notebook's parameters select.
+
+    gpt: the model.
+    exact: returns the same model in fp32.
+    prompt_lengths: tokens per prompt; the prompts cycle through them.
+    batch: number of sequences decoded together.
+    new_tokens: tokens that each sequence generates.
+    runs: the runs of both rungs, set by :meth:`compare`.
+    """
 
     gpt: Transformer
-    exact: Callable[[], Transformer]  # the same model in fp32
+    exact: Callable[[], Transformer]
     prompt_lengths: list[int]
     batch: int
     new_tokens: int
@@ -62,12 +70,12 @@ class Rung(RecordedPair):
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Seeded random token ids, ``batch`` prompts."""
+        """``batch`` prompts of random token ids, the same each time."""
         return make_prompts(self.batch, self.prompt_lengths, self.gpt.config.vocab_size)
 
     @property
     def refusal(self) -> str:
-        """Why one of the two rungs cannot run this model; "" if both can."""
+        """The reason why one of the two rungs cannot run this model; "" if both can."""
         for rung in (self.before, self.after):
             try:
                 LADDER[rung].check_serves(self.gpt.config)
@@ -76,7 +84,12 @@ class Rung(RecordedPair):
         return ""
 
     def flow(self, name: str | None = None) -> None:
-        """Display the data flow figure: ``notebooks/flows/NAME.svg``, by default the rung's."""
+        """Display a data flow figure.
+
+        name: of the file ``notebooks/flows/NAME.svg``, by default the rung's name.
+
+        Raises RecordError if there is no such file.
+        """
         path = results_folder().parent / "flows" / f"{name or self.after}.svg"
         if not path.is_file():
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
@@ -89,15 +102,19 @@ class Rung(RecordedPair):
     sources = staticmethod(show_pair)
 
     def bench(self, batch: int, prompt_length: int, new_tokens: int, **options: Any) -> Bench:
-        """Return prefilled sequences of this rung, ready to decode; options: see ``Bench``."""
+        """Return a bench of the rung ``after``, with ``batch`` prefilled sequences ready to decode.
+
+        options: further arguments of ``Bench``.
+        """
         prompts = make_prompts(batch, prompt_length, self.gpt.config.vocab_size)
         return Bench(self.gpt, self.after, prompts, new_tokens, **options)
 
     def compare(self) -> None:
-        """Run both here on the same prompts: work, copies and allocations per step, and on a GPU its time.
+        """Run both rungs here on the same prompts, and show what a decode step takes.
 
-        Prints one line instead if a rung cannot run the model. Raises ParameterError if the prompts leave no
-        room for the ``LEAST_TOKENS`` that timing needs.
+        On a GPU: its time, kernels and allocations; on a CPU: its operators, allocations and bytes allocated.
+        If a rung cannot run the model, the reason is printed instead. Raises ParameterError if the model has
+        too few positions for the prompts and the ``LEAST_TOKENS`` that timing needs.
         """
         if self.refusal:
             print(self.refusal)
@@ -118,7 +135,11 @@ class Rung(RecordedPair):
         show_table(["per step", self.before, self.after], rows)
 
     def tokens_equal(self) -> None:
-        """Print whether both rungs generate the same few tokens here, in fp32. Raises ClaimError if not."""
+        """Generate a few tokens with both rungs here, in fp32, and print that they are equal.
+
+        Prints that the tokens differ at a near-tie if the two best logits were almost equal somewhere, and
+        the reason if a rung cannot run the model. Raises ClaimError if tokens differ otherwise.
+        """
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:
@@ -136,7 +157,10 @@ class Rung(RecordedPair):
         return said + ON_TORCH * (kinds == {"torch"})
 
     def conclude(self, sentence: str, *claims: bool) -> None:
-        """Display a hand-written sentence. Raises ClaimError unless all claims that it rests on hold."""
+        """Display a hand-written sentence if all ``claims`` on which it rests are true.
+
+        Raises ClaimError if one is false, or if there is none.
+        """
         if not all(claims) or not claims:
             held = [i for i, claim in enumerate(claims, 1) if not claim] or "no claim was given"
             raise ClaimError(f"no longer borne out (claim {held}): {sentence}")
@@ -157,12 +181,19 @@ def open_rung(
     least_new_tokens: int = 1,
     record: str = REFERENCE,
 ) -> Rung:
-    """Open a rung for its notebook, compared with ``before`` (default: the rung that it changes).
+    """Open a rung for its notebook.
 
-    batch: sequences decoded together; prompt_lengths: prompts cycle through them; new_tokens: per sequence;
-    least_new_tokens: minimum that the notebook's runs need. record: comma-separated record folders to show
-    next to ``nvidia-h200``, on which sentences rest; ``here`` is this machine's. Raises ParameterError,
-    RecipeError or RecordError.
+    rung: its name.
+    before: the rung to compare it with; None for the previous rung.
+    model, load_format, device, dtype: the model to run here, as in :func:`get_model`.
+    batch: number of sequences decoded together.
+    prompt_lengths: tokens per prompt; the prompts cycle through them. None for 2, 40 and 90.
+    new_tokens: tokens that each sequence generates.
+    least_new_tokens: minimum of ``new_tokens`` that the notebook's runs need.
+    record: comma-separated names of record folders to show next to ``nvidia-h200``, on which the notebook's
+        sentences rest; ``here`` means this machine's.
+
+    Raises ParameterError, RecipeError or RecordError for an invalid parameter, rung or record.
     """
     after, lengths = get_rung(rung), [2, 40, 90] if prompt_lengths is None else prompt_lengths
     gpt = get_model(model, device, dtype, load_format)
@@ -190,8 +221,9 @@ def exercise(
 ) -> None:
     """Print whether the reader's function is right, and if not, the first case that fails.
 
-    A function whose body is still ``...`` is reported as unwritten. cases: arguments and the expected value;
+    answer: the function; it is reported as unwritten if its body is still ``...``.
     check: takes the function and returns whether it is right, or a string that names what fails.
+    cases: pairs of arguments and the expected value; tested before ``check``.
     """
     code = answer.__code__
     if code.co_code == _unwritten.__code__.co_code and set(code.co_consts) <= {answer.__doc__, None}:
@@ -207,7 +239,10 @@ def what_fails(
     *,
     cases: Iterable[tuple[tuple[Any, ...], Any]] = (),
 ) -> str | None:
-    """Return the first case that fails, after ": " if it has a name; None if ``answer`` is right."""
+    """Return None if ``answer`` is right, else ": " and a description of the first failure.
+
+    The arguments are those of :func:`exercise`. Returns "" if ``check`` fails without a description.
+    """
     for arguments, wanted in cases:
         call = f"{answer.__name__}({', '.join(map(_shortly, arguments))})"
         try:
@@ -223,7 +258,11 @@ def what_fails(
 
 
 def _same(got: Any, wanted: Any) -> bool:
-    """Compare floats up to their last digits, sequences as lists, and tensors element by element."""
+    """Return whether ``got`` equals ``wanted``.
+
+    Floats are compared with relative tolerance 1e-4, sequences element by element whatever their type, and
+    tensors exactly.
+    """
     if isinstance(wanted, torch.Tensor):
         return isinstance(got, torch.Tensor) and torch.equal(got, wanted)
     if isinstance(wanted, (list, tuple)):
@@ -240,5 +279,5 @@ def _shortly(value: Any, most: int = 60) -> str:
 
 
 def _unwritten() -> None:
-    """What a function with only a docstring and ``...`` compiles to."""
+    """Do nothing: the bytecode of a function that consists of a docstring and ``...``, for comparison."""
     ...

@@ -1,6 +1,6 @@
-"""Split a rung's gain where its one field changes several things, and value each field of the best rung.
+"""Split a rung's gain where its one field changes several things, and measure each field of the best rung.
 
-Each ablation is a few variants between a rung and the previous one, measured in alternation by
+Each ablation consists of a few variants between a rung and the previous rung, measured in alternation by
 ``step_time.measure_steps``. Variants that are not rungs are built here from the engine's own parts.
 """
 
@@ -49,7 +49,13 @@ Variants = dict[str, MakeBench]
 
 
 def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
-    """Time a step of the previous rung, of the variants between, and of ``rung``."""
+    """Time a decode step of the previous rung, of ``rung``, and of the variants between them.
+
+    workload: determines batch size and context, as in ``step_shape``.
+    effort: keyword arguments of ``measure_steps``.
+
+    Returns the figures of a record, as in ``figures_of``.
+    """
     batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
 
@@ -64,9 +70,12 @@ def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: 
 def leave_one_out(
     model: Transformer, workload: Workload, repeats: int = 5, best: str = BEST_RUNG
 ) -> dict[str, Any]:
-    """Measure, alternating, whole runs of the best recipe and of it with one field reverted.
+    """Measure, in alternation, whole runs of the rung ``best`` and of variants with one field reverted.
 
-    A recipe that is not possible maps to its reason. A repeat is the tokens per second of a whole run.
+    Returns a dict:
+    best: the rung.
+    tok_s: reverted field, or "none", → tokens per second of each repeat's whole run.
+    refused: field → why no recipe exists with only this field reverted.
     """
     blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
     recipes, refused = one_step_back(best)
@@ -86,9 +95,11 @@ def leave_one_out(
 
 
 def one_step_back(best: str) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Map each field of a recipe to ``best`` with only that field as before its last change.
+    """Return recipes that each revert one field of the rung ``best`` to its value before the last change.
 
-    The second are the fields on whose change others depend, with the reason instead of a recipe.
+    Returns two dicts:
+    - field → recipe;
+    - field → reason, for fields that cannot be reverted alone because others require the new value.
     """
     values: dict[str, Any] = {}
     rung = best
@@ -107,13 +118,19 @@ def one_step_back(best: str) -> tuple[dict[str, Recipe], dict[str, str]]:
 
 
 class PageableTables:
-    """All pools' tables in one pageable buffer, built from lists or in an array, sent in one copy."""
+    """Sends the block tables of all pools to the device in one copy from one pageable buffer.
+
+    from_lists: whether to build the buffer from nested Python lists, or by filling a NumPy array.
+    """
 
     def __init__(self, device: torch.device, max_blocks: int, from_lists: bool) -> None:
         self.device, self.max_blocks, self.from_lists = device, max_blocks, from_lists
 
     def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
-        """Convert ``block_ids[pool][row]`` to ``[POOLS, B, MAX_BLOCKS]`` int32 on the device."""
+        """Copy block tables to the device as ``[POOLS, B, MAX_BLOCKS]`` int32.
+
+        block_ids: ``block_ids[pool][row]`` is a list of block ids.
+        """
         return (self._of_lists if self.from_lists else self._of_array)(block_ids).to(self.device)
 
     def _of_lists(self, block_ids: list[list[list[int]]]) -> Tensor:
@@ -140,7 +157,7 @@ def _tables(model: Transformer, bench: Callable[..., Bench], batch: int, context
 
 
 def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
-    """Use the new attention kernel but keep the separate append kernel, so tokens are appended twice."""
+    """Use the new attention kernel but keep the separate append kernel, so that tokens are appended twice."""
     before = BEFORE["fused_append"]
     engine = bench(before).engine
     kernels, binder = engine.kernels, AppendAndAttend(engine.kernels, engine.blocks, model)
@@ -168,7 +185,7 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
 
 
 def _launch(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
-    """Launch dependently, but release only as the predecessor ends, so that the two do not overlap."""
+    """Launch kernels dependently, but release each only when its predecessor ends, so that none overlap."""
     kernels: Kernels | str = triton_kernels(AT_END) if model.device.type == "cuda" else "auto"
     return {"released at the end": partial(bench, "dependent_launch", kernels=kernels)}
 

@@ -1,7 +1,8 @@
-"""Attribute every microsecond of profiled decode steps to a cause, and to what the host was doing.
+"""Attribute every microsecond of profiled decode steps to a cause.
 
-A step lasts from its first kernel to the first kernel of the next; on a CPU, from call to call. Time is cut
-wherever work or one of the host's ranges begins or ends, or work is launched; each piece has one cause.
+A step lasts from its first kernel to the first kernel of the next step; on a CPU, from call to call. Time is
+cut into pieces wherever a kernel, copy or profiler range begins or ends, or work is launched. Each piece has
+one cause: the kernel or copy that runs, or the reason why nothing runs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ from rosellm.lab.records.roles import Marked, roles_of
 from rosellm.lab.records.trace import PROFILED_STEP, SYNC, Event, Trace
 
 KINDS = ("work", "copies", "gaps", "host")
-WORKING = ("work", "copies")  # in the other kinds nothing runs
+WORKING = ("work", "copies")  # the kinds in which the device works
 BETWEEN, LAUNCH, HOST = "between kernels", "launch latency", "host: "
 
 
 class LedgerError(RoseError):
-    """Steps that cannot be run, or whose trace cannot be read."""
+    """The steps of a ledger cannot be run, or their trace cannot be read."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cause: its µs, share, launches (or waits) per step, and floor in µs if known."""
+    """One cause of time in a decode step.
+
+    cause: its name.
+    kind: one of ``KINDS``.
+    us: µs per step.
+    share: fraction of the step.
+    launches: launches per step; waits per step if nothing runs.
+    floor_us: lower bound in µs, or None if unknown.
+    """
 
     cause: str
     kind: str
@@ -40,6 +49,8 @@ class Row:
 
 
 class _Piece(NamedTuple):
+    """A stretch of time with one cause, centred at ``middle`` (µs on the trace's clock)."""
+
     middle: float
     us: float
     kind: str
@@ -49,10 +60,14 @@ class _Piece(NamedTuple):
 def account(
     trace: Trace, floors: Mapping[str, float] | None = None, marked: Sequence[Marked] = ()
 ) -> tuple[Row, ...]:
-    """Return the mean rows over the least disturbed half of the steps, one per ``PROFILED_STEP`` range.
+    """Return the time of a step by cause, averaged over the shorter half of the profiled steps.
 
-    floors: µs by cause. marked: work to list as separate causes. Raises ``LedgerError`` for fewer than two
-    steps, or for a step that launched nothing.
+    trace: contains one ``PROFILED_STEP`` range per step; the last step only marks the end of the one before.
+    floors: lower bounds in µs by cause.
+    marked: work to list as separate causes.
+
+    Rows are sorted by kind, then by time, largest first. Raises ``LedgerError`` for fewer than two steps, or
+    for a step that launched nothing.
     """
     windows, floors = _least_disturbed_half(_windows(trace)), floors or {}
     roles = roles_of(trace, trace.work, trace.ranges(PROFILED_STEP), marked)
@@ -84,7 +99,7 @@ def account(
 
 
 def _windows(trace: Trace) -> list[tuple[float, float]]:
-    """Return each step's start and end, the last step excepted, which only ends the one before."""
+    """Return the start and end of each step except the last, whose start is the end of the one before."""
     steps = trace.ranges(PROFILED_STEP)
     if len(steps) < 2:
         raise LedgerError(f"the trace holds {len(steps)} steps; a ledger needs two or more")
@@ -103,7 +118,11 @@ def _least_disturbed_half(windows: list[tuple[float, float]]) -> list[tuple[floa
 
 
 def _pieces(trace: Trace, roles: list[str], edges: list[float]) -> Iterator[_Piece]:
-    """Cut time also at ``edges``. Where work overlaps, a piece belongs to what started first."""
+    """Yield the pieces of the trace in order; where work overlaps, a piece belongs to what started first.
+
+    roles: the role of each event of ``trace.work``.
+    edges: further times at which to cut, here the limits of steps.
+    """
     work = trace.work
     start, end = np.array([e.start for e in work]), np.array([e.end for e in work])
     launched = np.array([e.started for e in work]) if trace.on_gpu else start

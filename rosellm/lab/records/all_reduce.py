@@ -1,8 +1,9 @@
-"""Measure how long the ranks of one host take to all-reduce, in each way that a layer can.
+"""Measure how long an all-reduce between the ranks of one host takes, for each value of ``all_reduce``.
 
-Times the sum of a layer's partial outputs with residual and norm, as in a captured step; ``none`` is residual
-and norm alone. Each way is first checked for correctness, and has ranks of its own. The record is
-DIR/all_reduce.json; ways that it already has for the same commit, ranks and sizes are kept.
+Times the all-reduce of a layer's partial outputs together with the residual and norm that follow, as in a
+captured step; the way ``none`` is residual and norm alone. Each way runs in new rank processes, and its sums
+are checked before they are timed. The record is DIR/all_reduce.json; ways that the file already contains for
+the same commit, ranks and sizes are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NAME = "all_reduce"
 NONE, LIBRARY = "none", "library"
 WAYS = (NONE, *recipe_choices()["all_reduce"])
 ROW_BYTES = 8192  # a row of 4,096 values in bf16, as in Llama-3.1-8B
-SIZES_KB = (8, 64, 512, 2048)  # 1, 8, 64, 256 such rows
+SIZES_KB = (8, 64, 512, 2048)  # 1, 8, 64, 256 rows
 PREFILL_KB = {"cuda": 131072, "cpu": 8192}  # 16,384 rows, the largest prefill; on a CPU 1,024
 MOST_ONE_SHOT_KB = 2048  # larger sums use the library in every recipe
 CALLS = {"cuda": 40, "cpu": 4}  # per measurement; even, since the halves of one_shot's memory alternate
@@ -45,7 +46,13 @@ AddNorm = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank measures, apart from the way: sizes in KB, and repeats."""
+    """What every rank measures for each way.
+
+    n_ranks: number of ranks.
+    device: "cuda" or "cpu".
+    sizes_kb: sizes of the summed tensor in KB.
+    repeats: measurements per size.
+    """
 
     n_ranks: int
     device: str
@@ -54,28 +61,33 @@ class Plan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Settings common to all ways of a record."""
+        """The settings to record that all ways share."""
         dtype = str(DTYPES[self.device]).removeprefix("torch.")
         told = {"ranks": self.n_ranks, "dtype": dtype, "row_bytes": ROW_BYTES}
         return told | {"calls": CALLS[self.device], "sizes_kb": list(self.sizes_kb)}
 
 
 def two_gpus(results: Results) -> Results:
-    """Return the results for two GPUs of the same model."""
+    """Return the records of a machine with two GPUs of the model of ``results``."""
     return Results(results.folder.with_name(f"{results.folder.name}-x2"))
 
 
 def recorded(results: Results) -> dict[str, Any]:
-    """Return the figures for two such GPUs, ``us`` by way and KB; empty if none are recorded."""
+    """Return the figures recorded with two GPUs of the model of ``results``; {} if there are none.
+
+    The entry ``us`` maps way → KB → times as in :func:`measure`.
+    """
     pair = two_gpus(results)
     return pair.load(NAME)["figures"] if NAME in pair.names() else {}
 
 
 def measure(plan: Plan, way: str) -> dict[str, Any]:
-    """Return KB → µs per sum, ``{"median": …, "raw": […]}``.
+    """Time one way to sum: return KB → µs per sum, ``{"median": …, "raw": […]}``.
 
-    Each rank is a process with a GPU, or on a CPU with a share of its cores. Raises ``RoseError`` if a way
-    gives a wrong sum or a rank fails.
+    way: one of ``WAYS``.
+
+    Each rank is a process with a GPU, or on a CPU with a share of the cores. Raises ``RoseError`` if a sum is
+    wrong or a rank fails.
     """
     store, port = listen()
     answers = mp.get_context("spawn").SimpleQueue()
@@ -110,7 +122,7 @@ def _rank(rank: int, port: int, plan: Plan, way: str, answers: Any) -> None:
 
 
 class SumBench:
-    """One rank's way to sum."""
+    """One rank's part in timing one way to sum."""
 
     def __init__(self, collectives: Collectives, part: Part, device: torch.device, way: str) -> None:
         self._collectives, self._part, self._device, self._way = collectives, part, device, way
@@ -118,7 +130,7 @@ class SumBench:
         self._kernels = choose_kernels(name, LADDER[best_rung(device)].launch, device)
 
     def times(self, kb: int, repeats: int) -> dict[str, Any]:
-        """Return the µs of one sum of ``kb`` KB."""
+        """Check and time sums of ``kb`` KB: return the µs per sum of each repeat, and their median."""
         dtype, calls = DTYPES[self._device.type], CALLS[self._device.type]
         rows, width = kb * 1024 // ROW_BYTES, ROW_BYTES // dtype.itemsize
         x = torch.zeros(rows, width, dtype=dtype, device=self._device)
@@ -143,7 +155,7 @@ class SumBench:
         return {"median": median(raw), "raw": raw}
 
     def _make(self, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
-        """Return the function to time, built as in the layers of a sharded model."""
+        """Return the function to time: sum, residual and norm, as in the layers of a sharded model."""
         add_norm, sums = self._kernels.add_norm, self._collectives
         if self._way == "one_shot":
             n_bytes = peer_bytes(rows, width, dtype.itemsize, self._part.size)
@@ -160,7 +172,7 @@ class SumBench:
             raise RoseError(f"all_reduce={self._way} of {x.nbytes} bytes gives {value}, not {wanted}")
 
     def _us(self, replay: Callable[[], object]) -> float:
-        """Return the µs of a replay, after an untimed one in which the ranks wait for each other."""
+        """Return the µs of one call of ``replay``, after an untimed call that synchronises the ranks."""
         replay()
         if self._device.type == "cpu":
             began = perf_counter()
@@ -175,7 +187,7 @@ class SumBench:
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure way by way; print its medians."""
+    """Measure the ways one after the other; print the medians of each."""
     plan = plan_of(asked)
 
     def told(way: str, times: dict[str, Any]) -> str:
@@ -188,7 +200,7 @@ def record(asked: Asked) -> Iterator[Record]:
 
 
 def plan_of(asked: Asked) -> Plan:
-    """Return what to measure. Raises ``DeviceError`` for too few GPUs."""
+    """Return what to measure; raise ``DeviceError`` if there are fewer GPUs than ranks."""
     there = torch.cuda.device_count() if asked.device == "cuda" else None
     n_ranks = asked["ranks"] or there or 2
     if there is not None and not 2 <= n_ranks <= there:

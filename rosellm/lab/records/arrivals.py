@@ -1,9 +1,11 @@
-"""Measure requests that arrive over time: live runs at shares of the engine's capacity, and step times.
+"""Measure requests that arrive over time: runs at fractions of the engine's capacity, and step times.
 
-Capacity is the requests per second, of workload W8's lengths, that a streaming engine serves when all arrive
-at once. Each live run is one of ``benchmark_streaming --request-rate``; all share one engine. ``long_prompt``
-measures the inter-token latency of running requests while a prompt of 16,000 tokens is prefilled: in chunks
-of one or several sizes and whole; ``long_prompt_joined`` with prompts joined with decode steps.
+- ``arrivals``: capacity is the requests per second that a streaming engine serves when requests of workload
+  W8's lengths all arrive at once. Each run at a fraction of it is one of ``benchmark_streaming
+  --request-rate``, and all use the same engine.
+- ``long_prompt``: the inter-token latency of running requests while a prompt of 16,000 tokens is prefilled,
+  whole and in chunks of one or several sizes.
+- ``long_prompt_joined``: the same, with prompts joined with decode steps.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SWITCHES = ("--no-prefix-cache", "--no-stop-on-eos", "--pretok")
 BEST = ("--paged-attn", "--cuda-graph")  # selects the device's best rung
 SHARES = (0.5, 0.8, 0.95)
 SECONDS = 5  # of arrivals at each rate
-LIMITS_S = 0.1, 0.02  # goodput's, on TTFT and ITL
+LIMITS_S = 0.1, 0.02  # goodput's limits on TTFT and ITL
 ROUNDS = 4  # requests per slot in the capacity run
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # batch sizes whose steps are timed
 FEW_PLACES = 16
@@ -49,9 +51,10 @@ LONG_RECORDS = {"long_prompt": None, "long_prompt_joined": "one_pass"}  # rungs;
 def streaming_options(
     workload: Workload, num_requests: int, rate: float | None = None, rung: str | None = None
 ) -> list[str]:
-    """Return options for ``benchmark_streaming``: requests of the workload's lengths.
+    """Return options for ``benchmark_streaming`` with requests of the workload's lengths.
 
-    rate: None for all at once. rung: None for the device's best.
+    rate: mean requests per second; None for all at once.
+    rung: None for the device's best.
     """
     sizes = {name: value for name, value in workload.flags().items() if name in SIZES and value is not None}
     sizes |= {"num_requests": num_requests, "request_rate": rate or "inf"}
@@ -60,7 +63,7 @@ def streaming_options(
 
 
 def arrivals_of(options: Sequence[str]) -> list[Arrival]:
-    """Return the requests that these options ask for; without a rate, all arrive at 0."""
+    """Return the requests that ``benchmark_streaming`` sends for these options; all at 0 without a rate."""
     asked = BENCHMARK.parse_options(list(options))
     n, rate = asked.num_requests, asked.request_rate
     times = [0.0] * n if rate is None else poisson_times(rate, n, asked.seed)
@@ -70,7 +73,7 @@ def arrivals_of(options: Sequence[str]) -> list[Arrival]:
 
 
 def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequence[str]) -> Engine:
-    """Build the engine that the benchmark would build for these options."""
+    """Build the engine that ``benchmark_streaming`` would build for these options."""
     asked = BENCHMARK.parse_options([*options, "--device", gpt.device.type])
     return make_engine(
         asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens + asked.max_new_tokens
@@ -78,9 +81,10 @@ def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequenc
 
 
 def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
-    """Run these requests once, and return the figures of ``benchmark_streaming``.
+    """Run ``benchmark_streaming`` once on ``engine``, and return its figures.
 
-    limits_s: goodput's limits on TTFT and ITL.
+    options: as from :func:`streaming_options`.
+    limits_s: goodput's limits on TTFT and ITL in seconds; infinity for no limit.
     """
     limits = zip(("--ttft-limit-ms", "--itl-limit-ms"), limits_s, strict=True)
     own = [f"{name}={seconds * 1e3}" for name, seconds in limits if seconds < math.inf]
@@ -93,24 +97,27 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
 def watched_run(
     engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
 ) -> tuple[dict[str, Any], list[Begun]]:
-    """Return the figures of a live run, and its steps."""
+    """Return the figures of :func:`live_run`, and the steps that the engine ran."""
     with watched(engine) as steps:
         return live_run(engine, options, limits_s), steps
 
 
 def times_of(engine: Engine, *runs: list[Begun]) -> ServingTimes:
-    """Fit step times to watched runs: every batch size for few slots, ``BATCHES`` for many."""
+    """Fit step times to the steps of watched runs.
+
+    With at most ``FEW_PLACES`` slots, fits at every batch size, otherwise at those in ``BATCHES``.
+    """
     most = engine.max_batch_size
     return fit_serving_times(engine, runs, range(1, most + 1) if most <= FEW_PLACES else batches_to(most))
 
 
 def batches_to(most: int) -> list[int]:
-    """Return the batch sizes whose steps are timed."""
+    """Return the batch sizes in ``BATCHES`` up to ``most``."""
     return [rows for rows in BATCHES if rows <= most]
 
 
 def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → the recorded figures, and the engine's ``max_batch_size``."""
+    """Return model → the figures of its record ``arrivals``, with the engine's ``max_batch_size`` added."""
     records = results.by_model("arrivals")
     return {
         model: {"max_batch_size": one["max_batch_size"], **one["figures"]} for model, one in records.items()
@@ -118,10 +125,10 @@ def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
-    """Return model → way → medians of its recorded runs with a long prompt.
+    """Return model → way to prefill → medians of its recorded runs with a long prompt.
 
-    Ways: ``chunked``, other chunk sizes if recorded (``chunks of 128``), and ``whole``; prefixed with
-    ``joined,`` if the chunks shared the decode step's passes.
+    Ways: ``chunked``, other chunk sizes if recorded (``chunks of 128``), and ``whole``. The prefix
+    ``joined,`` means that prompt tokens shared the decode step's passes over the weights.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, joined in zip(LONG_RECORDS, ("", "joined, "), strict=True):
@@ -138,11 +145,14 @@ def long_prompt_options(
     after_ms: int | None = None,
     rung: str | None = None,
 ) -> list[str]:
-    """Return options for ``benchmark_streaming``: a prompt of ``tokens`` joins ``running``.
+    """Return options for ``benchmark_streaming`` in which a long prompt arrives while others generate.
 
-    Running requests generate one extra token per chunk of the smallest size, so that they still run when the
-    last chunk does. running: None for ``LONG_RUNNING``; after_ms: None for ``LONG_AFTER_MS``; rung: None for
-    the device's best.
+    tokens: length of the long prompt.
+    chunks: chunk sizes in tokens to measure.
+    running: the other requests; None for ``LONG_RUNNING``. They generate one extra token per chunk of the
+        smallest size, so that they still run during the last chunk.
+    after_ms: arrival of the long prompt in ms; None for ``LONG_AFTER_MS``.
+    rung: None for the device's best.
     """
     running = running or LONG_RUNNING
     running = replace(running, max_new_tokens=running.max_new_tokens + -(-tokens // min(chunks)))
@@ -163,7 +173,7 @@ def long_prompt_options(
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times."""
+    """Measure the engine's capacity, a run at each fraction of it in ``SHARES``, and its step times."""
     workload = asked.workload(WORKLOAD.id)
     most = workload.max_batch_size
     few, many = (streaming_options(workload, n) for n in (most, ROUNDS * most))
@@ -191,7 +201,7 @@ def record(asked: Asked) -> Iterator[Record]:
 
 
 def record_long_prompt(asked: Asked, rung: str | None) -> Iterator[Record]:
-    """Run ``benchmark_streaming`` with a long prompt on a rung; None: the device's best."""
+    """Run ``benchmark_streaming`` with a long prompt on a rung, or on the device's best if it is None."""
     given = long_prompt_options(chunks=asked["chunks"], rung=rung)
     of_model = "--hf-model-id", asked.model, "--load-format", asked.load_format, "--device", asked.device
     yield BENCHMARK.measure(BENCHMARK.parse_options([*given, *of_model]), asked.gpt, asked.tokenizer)

@@ -34,7 +34,10 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 def get_parts(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
 ) -> tuple[Transformer, AnyTokenizer]:
-    """Return a model and its tokenizer, loaded once per process; folders are also relative to the caller."""
+    """Return a model and its tokenizer, loaded at first use and cached.
+
+    model: a name, or a folder, resolved as in :func:`model_path`.
+    """
     return load_parts(model_path(model), device, dtype, load_format)
 
 
@@ -46,26 +49,30 @@ def get_model(
 
 
 def free_memory() -> None:
-    """Free the memory of unreferenced engines for the next ones."""
+    """Return the memory of unreferenced engines to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return seeded random token ids; prompts cycle through ``lengths``."""
+    """Return ``batch`` prompts of random token ids; their lengths cycle through ``lengths``."""
     lengths = [lengths] if isinstance(lengths, int) else lengths
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(lengths[i % len(lengths)])] for i in range(batch)]
 
 
 class Bench:
-    """An engine of one recipe with a batch of sequences ready to decode.
+    """An engine of one recipe with a batch of prefilled sequences, ready to decode.
 
-    prompts: token ids, one list per sequence. new_tokens: how many tokens to reserve room for. gate_from:
-    batch size from which Triton appends are used; None reads the environment as a command would. prepare:
-    modifies the engine before its steps are captured. ``params`` holds each sequence's sampling parameters,
-    initially greedy; changes apply at the next restart.
+    prompts: token ids, one list per sequence.
+    new_tokens: maximum number of tokens that each sequence generates.
+    gate_from: minimum batch size for the Triton append kernel, on rungs that have this threshold; None reads
+        it from the environment, as a command would.
+    prepare: modifies the engine before its steps are captured.
+
+    ``params`` holds the sampling parameters of each sequence, initially greedy; changes take effect at the
+    next :meth:`restart`.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class Bench:
         self.restart()
 
     def restart(self) -> None:
-        """Prefill the same prompts again into an empty cache."""
+        """Release all sequences and prefill the same prompts again."""
         for sequence in self.sequences:
             self.engine.release(sequence)
         pairs = zip(self._prompts, self.params, strict=True)
@@ -117,7 +124,10 @@ class Bench:
             waiting = waiting[len(begun) :]
 
     def decode(self, steps: int = 1) -> list[float]:
-        """Return the seconds of each step; a step ends when its tokens are on the host."""
+        """Decode ``steps`` tokens per sequence; return the seconds of each step.
+
+        A step ends when its tokens are on the host.
+        """
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
@@ -130,7 +140,7 @@ class Bench:
         return self.engine.step.last_logits().to("cpu", torch.float32, copy=True)
 
     def run_ahead(self, steps: int) -> list[float]:
-        """Return the device seconds of each step, launched as far ahead as the engine's step allows."""
+        """Decode with steps launched as far ahead as the engine allows; return the device seconds of each."""
         done: list[Done] = []
         for _ in range(steps):
             self.engine.begin_decode(self.sequences)
@@ -139,7 +149,7 @@ class Bench:
         return [step.seconds for step in done]
 
     def trace(self) -> Trace:
-        """Return one profiled step, after one that warms up the profiler: decodes two tokens per sequence."""
+        """Return the trace of one step, after a step that warms up the profiler: two tokens per sequence."""
         return record_trace(self.decode)
 
     @property
@@ -148,7 +158,10 @@ class Bench:
 
 
 def _within_budget(wanted: list[int]) -> list[int]:
-    """Return how many tokens of each prompt one prefill computes, split as a scheduler does."""
+    """Return how many tokens of each prompt a scheduler would compute in the next prefill.
+
+    wanted: uncached tokens per prompt. Prompts beyond the token budget are omitted.
+    """
     left = SchedulerConfig().prefill_token_budget
     ends = [min(end, left) for end in accumulate(wanted)]
     return [n for n in (b - a for a, b in pairwise([0, *ends])) if n]
@@ -156,7 +169,12 @@ def _within_budget(wanted: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe's run: its tokens, the seconds of every measured step, and one counted step."""
+    """The result of running one recipe.
+
+    tokens: the generated tokens of each sequence.
+    step_seconds: duration of each timed step.
+    trace: one profiled step.
+    """
 
     name: str
     tokens: list[list[int]]
@@ -176,10 +194,12 @@ LEAST_TOKENS = 1 + WARM_UP_STEPS + 2 + 1  # prefill, warm-up, profiler, one time
 def run_recipe(
     model: Transformer, recipe: str | Rung, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> Run:
-    """Prefill, warm up briefly, count one step, then time steps: ``new_tokens`` per sequence in total.
+    """Generate ``new_tokens`` per sequence: prefill, warm up, profile one step, and time the remaining steps.
 
-    At least ``LEAST_TOKENS`` are decoded, so that a step is timed; those beyond ``new_tokens`` are dropped.
-    Raises ParameterError if they exceed the model's positions.
+    options: further arguments of :class:`Bench`.
+
+    At least ``LEAST_TOKENS`` are generated, so that a step is timed; any beyond ``new_tokens`` are dropped.
+    Raises ParameterError if prompts and generated tokens exceed the model's positions.
     """
     decoded = max(new_tokens, LEAST_TOKENS)
     longest, positions = max(map(len, prompts)), model.config.n_positions
@@ -199,7 +219,10 @@ def run_recipe(
 def decode_tokens(
     model: Transformer, recipe: str | Rung, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """Return the ``new_tokens`` that a recipe generates for each sequence, without timing or counting."""
+    """Return the ``new_tokens`` that a recipe generates for each sequence, without timing or profiling.
+
+    options: further arguments of :class:`Bench`.
+    """
     bench = Bench(model, recipe, prompts, new_tokens, **options)
     bench.decode(new_tokens - 1)
     return bench.tokens
@@ -213,7 +236,7 @@ def compare(
     new_tokens: int,
     **options: Any,
 ) -> tuple[Run, Run]:
-    """Run the same work with two recipes, one after the other; see :func:`run_recipe`."""
+    """Run :func:`run_recipe` with the same arguments for two recipes, one after the other."""
     first = run_recipe(model, before, prompts, new_tokens, **options)
     return first, run_recipe(model, after, prompts, new_tokens, **options)
 
@@ -221,7 +244,13 @@ def compare(
 def forced_logits(
     model: Transformer, recipe: str | Rung, prompts: list[list[int]], tokens: list[list[int]], **options: Any
 ) -> Tensor:
-    """Return logits ``[steps, B, V]`` (fp32, on the host) of a recipe that is fed ``tokens``."""
+    """Return the logits of a recipe that is fed the given tokens instead of those that it chooses.
+
+    tokens: ``tokens[row][step]`` is the input after the prompt; all rows have equal lengths.
+    options: further arguments of :class:`Bench`.
+
+    Returns ``[steps, B, V]`` fp32 on the host; entry i holds the logits that decide token i.
+    """
     steps = len(tokens[0])
     bench = Bench(model, recipe, prompts, steps, **options)
     logits = [bench.logits()]
@@ -236,10 +265,14 @@ def forced_logits(
 def first_difference(
     expected: Tensor, reference: list[list[int]], tokens: list[list[int]]
 ) -> dict[str, float] | None:
-    """Return where a run first differs from the reference, and the logit gap; None if nowhere.
+    """Return where a run's tokens first differ from the reference's; None if they are equal.
 
-    expected: the reference's logits ``[steps, B, V]``. Both runs were fed the same tokens up to there, so the
-    gap is what rounding overcame.
+    expected: the reference's logits ``[steps, B, V]``.
+    reference, tokens: ``[row][step]`` token ids.
+
+    Returns ``token`` (the step), ``request`` (the row), and ``logit_gap``: by how much the reference's token
+    exceeds the run's in the reference's logits. Up to there both had the same inputs, so that rounding alone
+    closed the gap.
     """
     at = [(step, row) for step in range(len(expected)) for row in range(len(reference))]
     parted = ((step, row) for step, row in at if reference[row][step] != tokens[row][step])

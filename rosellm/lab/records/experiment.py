@@ -1,4 +1,4 @@
-"""An experiment: its name, its options with their defaults, and the function that measures its record."""
+"""Experiments: a name, options with defaults, and a function that measures the record ``NAME.json``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,22 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import best_rung
 
 Record = dict[str, Any]
-# Environment entries that all parts of a record share; a copy without git has only a version.
+# Entries of the environment that must be equal for all parts of a record. A copy of the package without git
+# has no commit, only a version.
 OF_MACHINE = ("device_name", "git_commit", "rosellm")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The model, device, size, folder and options of one measurement."""
+    """The settings of one measurement.
+
+    model: name or folder of the model.
+    load_format: how its weights are loaded, as in ``LOAD_FORMATS``.
+    device: "cuda" or "cpu".
+    size: upper limits of the workloads.
+    folder: where the record is written.
+    options: the experiment's own options, by name.
+    """
 
     model: str
     load_format: str
@@ -65,7 +74,7 @@ class Asked:
 
     @property
     def best(self) -> str:
-        """The device's best rung."""
+        """The best rung of the device."""
         return best_rung(self.where)
 
     @property
@@ -73,11 +82,14 @@ class Asked:
         return get_parts(self.model, self.device, "auto", self.load_format)
 
     def workload(self, name: str) -> Workload:
-        """Return a workload, capped to the size."""
+        """Return the workload ``name``, capped to the size."""
         return self.size.of(ALL_WORKLOADS[name])
 
     def benchmark_options(self, workload: str, *more: object) -> list[str]:
-        """Return a benchmark command's options for a workload, capped to the size, and ``more``."""
+        """Return command-line options that run a benchmark on a workload, capped to the size.
+
+        more: further options, appended as strings.
+        """
         given = self.size.options(ALL_WORKLOADS[workload]) | {
             "--hf-model-id": model_path(self.model),
             "--load-format": self.load_format,
@@ -86,7 +98,7 @@ class Asked:
         return [str(text) for text in (*(text for pair in given.items() for text in pair), *more)]
 
     def record(self, kind: str, **facts: Any) -> Record:
-        """Return a record of ``kind`` with its facts and this environment."""
+        """Return a record of ``kind`` with these facts, and a description of this machine and software."""
         return new_record(kind, self.where, **facts)
 
 
@@ -94,11 +106,13 @@ class Asked:
 class Experiment:
     """A measurement that makes the record ``NAME.json``.
 
-    records: yields the record so far after each part that it measures; the last one is complete. options:
-    names of command-line options and their defaults. model: what is measured at full size by default; None if
-    no model can be chosen. own_folder: whether even this model's record is in a folder of the model's name.
-    positions: how many the model needs at a size. refuse: raises ``RoseError`` for options that cannot be
-    measured, before anything is loaded.
+    records: yields the record so far after each part that it measures; the last one yielded is complete.
+    options: names of command-line options and their defaults.
+    model: the model measured by default at full size; None if the shipped model is always used.
+    own_folder: whether even the default model's record is in a folder named after the model.
+    needs_gpu: whether it cannot run on a CPU.
+    workloads: the workloads that it runs, for which the model must have enough positions.
+    refuse: raises ``RoseError`` for settings that cannot be measured, before anything is loaded.
     """
 
     name: str
@@ -112,12 +126,12 @@ class Experiment:
 
     @property
     def label(self) -> str:
-        """The name without the workload, rung or batch size after a hyphen: ``steps-…``."""
+        """The name, with "…" for the workload, rung or batch size after a hyphen: ``steps-…``."""
         kind, hyphen, _ = self.name.partition("-")
         return f"{kind}-…" if hyphen else kind
 
     def asked(self, given: Namespace) -> Asked:
-        """Return the given options, with defaults for the others."""
+        """Return the settings to measure: the given command-line options, and defaults for the rest."""
         device = resolve_device(given.device).type
         size = SIZES[given.size or ("full" if device == "cuda" else "small")]
         model = SHIPPED if self.model is None else given.model or (self.model if _is_full(size) else SHIPPED)
@@ -128,7 +142,7 @@ class Experiment:
         return Asked(model, load_format, device, size, folder, options)
 
     def check(self, asked: Asked) -> None:
-        """Raise ``RoseError`` if this cannot be measured."""
+        """Raise ``RoseError`` if the experiment cannot be measured with these settings."""
         if self.needs_gpu and asked.device == "cpu":
             raise RoseError(f"{self.name} needs a GPU")
         self.refuse(asked)
@@ -136,7 +150,7 @@ class Experiment:
             raise PromptError(f"{self.name} needs {needed} positions; the model has {there}")
 
     def positions(self, size: Size) -> int:
-        """Return how many positions the model needs at a size."""
+        """Return how many positions the model needs for the workloads at a size."""
 
         def needed(w: Workload) -> int:
             prompt = w.shared_prefix_tokens + max(w.prompt_repeats) * (w.prompt_tokens or 1)
@@ -155,7 +169,10 @@ class Experiment:
 
 
 def table(name: str, figures: Callable[[Asked], dict[str, Any]], **options: Any) -> Experiment:
-    """Return an experiment whose record holds a model, a size and ``figures(asked)``."""
+    """Return an experiment whose record contains model, size and ``figures(asked)``.
+
+    options: further fields of :class:`Experiment`.
+    """
     return Experiment(name, partial(_whole, name, figures), **options)
 
 
@@ -171,11 +188,16 @@ def in_parts(
     key: str | None = None,
     order: Callable[[str], Any] = lambda _name: 0,
 ) -> Iterator[Record]:
-    """Measure part after part; yield the record so far after each, and then print ``told`` of the part.
+    """Measure a record part by part; yield the record so far after each part.
 
-    begun: the record without parts, whose kind is its file's name; its ``figures`` get them, under ``key`` if
-    given, sorted by ``order`` of their names. Parts that the file has of the same conditions are kept; a part
-    whose figures are None is left out. Raises ``RecordError`` if others would be lost.
+    begun: the record without parts; its kind is also its file's name.
+    parts: name → function that measures the part; a part for which it returns None is left out.
+    told: returns the line to print after a part, or "" for none.
+    key: entry of ``figures`` that contains the parts; None if ``figures`` contains nothing else.
+    order: sort key for the names of parts.
+
+    Parts that the file already contains are kept if they were measured under the same conditions. Raises
+    ``RecordError`` if parts measured under other conditions would be lost.
     """
     found = kept_parts(asked.folder / f"{begun['kind']}.json", begun, list(parts), key)
     for name in each(begun["kind"], parts):
@@ -191,11 +213,14 @@ def in_parts(
 
 
 def kept_parts(path: Path, begun: Record, asked: Sequence[str], key: str | None = None) -> dict[str, Any]:
-    """Return part → figures of the record at ``path``; {} unless measured under the same conditions.
+    """Return part → figures of the record at ``path``; {} if it was measured under other conditions.
 
-    Device name, commit, and all facts of the two besides their parts must agree. begun: the new record, still
-    without parts. asked: the parts to be measured; raises ``RecordError`` if others would be lost; none: any
-    may be. key: where figures hold the parts; None if figures hold nothing else.
+    begun: the new record, still without parts. Conditions are the same if device name, commit and all facts
+        besides the parts agree.
+    asked: the parts to be measured; if empty, any parts may be lost.
+    key: entry of ``figures`` that contains the parts; None if ``figures`` contains nothing else.
+
+    Raises ``RecordError`` if conditions differ and the record has parts that are not in ``asked``.
     """
     if not path.is_file():
         return {}
@@ -213,7 +238,7 @@ def kept_parts(path: Path, begun: Record, asked: Sequence[str], key: str | None 
 
 
 def _conditions(record: Record, key: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a record states of all its parts, and the parts."""
+    """Return the facts of a record that apply to all of its parts, and the parts."""
     environment, figures = record.get("environment", {}), dict(record.get("figures", {}))
     parts = figures if key is None else figures.pop(key, {})
     told = {name: value for name, value in record.items() if name not in ("environment", "figures")}

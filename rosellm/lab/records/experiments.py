@@ -1,6 +1,6 @@
-"""Measurements that notebooks run live at small sizes, and that ``measure`` records on a GPU at full size.
+"""Measurements that notebooks run at small sizes, and that ``measure`` records on a GPU at full size.
 
-Each takes a model and sizes, and returns a plain dict that a record stores unchanged.
+Each returns a plain dict that a record stores unchanged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
 def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
-    """Count what one decode step launched, copied and allocated; ``range_us``: the host's µs in its parts.
+    """Count what one profiled decode step launched, copied and allocated.
 
-    On a CPU "kernels" are operators called from Python, and nothing is copied. The profiler inflates times.
+    On a CPU, "kernels" are operators called from Python, and nothing is copied. ``range_us`` maps each part
+    of the step to the host's µs in it, which the profiler inflates.
     """
     tables, append = trace.within(H2D_RANGE), trace.within(APPEND_RANGE)
     return {
@@ -50,10 +51,16 @@ def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
 def equality(
     model: Transformer, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
 ) -> dict[str, dict]:
-    """Compare every rung with the first: tokens of free runs, and logits when fed the same tokens.
+    """Compare every rung with the first of ``rungs``, the reference.
 
-    The smallest gap between the two best logits shows how close the reference's choices were; judge the
-    largest difference against the expected logits' standard deviation.
+    lengths: prompt lengths, through which the prompts cycle.
+    batch: number of prompts.
+    new_tokens: tokens generated per prompt.
+
+    Returns rung → figures. Tokens are those that the rung generates by itself; logits are compared while it
+    is fed the reference's tokens. ``max_logit_difference`` is to be judged against ``logit_deviation``, the
+    standard deviation of the reference's logits. ``smallest_gap_of_reference`` is the smallest difference
+    between the two best logits of any of the reference's choices.
     """
     prompts = make_prompts(batch, lengths, model.config.vocab_size, seed=1)
     options = {"gate_from": 1}
@@ -82,7 +89,8 @@ def equality(
 def attention_operands(model: Transformer, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
     """Return random operands of ``paged_attention_decode`` in the model's shape.
 
-    context: cached tokens per row.
+    batch: number of sequences.
+    context: cached tokens per sequence.
     """
     c, device, dtype = model.config, model.device, model.dtype
     per_sequence = -(-c.n_positions // block_size)
@@ -105,9 +113,11 @@ def attention_operands(model: Transformer, batch: int, context: int, block_size:
 
 
 def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
-    """Time paged attention in every launch configuration, fixed and autotuned: device and host launch time.
+    """Time paged attention in every fixed launch configuration and autotuned; needs a GPU.
 
-    Needs a GPU.
+    calls: launches per repeat in the measurement of host time.
+
+    Device times are µs per call; launch times are the host's µs per call, of five repeats.
     """
     operands = attention_operands(model, batch, context)
     tuned = paged.make_autotuned_paged_attention_decode()
@@ -133,12 +143,12 @@ def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200)
 
 
 def device_us(run: Callable[[], object]) -> float:
-    """Return device µs per call, from replays of a CUDA graph of many calls: no launch gaps."""
+    """Return device µs per call, measured by replaying a CUDA graph of many calls, without launch gaps."""
     return triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median") * 1e3
 
 
 def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
-    """Return host microseconds per call, five times; ``calls`` must not fill the device's queue."""
+    """Return the host's µs per call of five repeats; ``calls`` launches must fit into the device's queue."""
     repeats = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -152,7 +162,15 @@ def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
 def bookkeeping_cost(
     batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
 ) -> dict[str, list[float]]:
-    """Return nanoseconds of Python to reserve a token's slot in a layer, per repeat, by kind of metadata."""
+    """Time the Python code that reserves the cache slot of a token in one layer.
+
+    batch: number of sequences.
+    layers: number of layers.
+    steps: tokens to reserve per sequence and layer.
+    repeats: measurements of each kind of pool.
+
+    Returns kind of pool → nanoseconds per token and layer, for each repeat.
+    """
     return {
         name: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)]
         for name, kind in POOLS.items()

@@ -45,10 +45,13 @@ CACHES = ("empty", "filled")  # state of the kernel cache at a process's start
 def first_process(
     options: Sequence[str], warm_up: bool = True, kernel_cache: Path | None = None
 ) -> dict[str, Any]:
-    """Run :func:`first_figures` in a new process.
+    """Run :func:`first_figures` in a new process, and return its result.
 
-    options: command-line options of the scheduler's benchmark. kernel_cache: folder for Triton's compiled
-    kernels; None for Triton's default. Raises ``RoseError`` with the process's last line if it fails.
+    options: command-line options of ``benchmark_scheduler``.
+    warm_up: whether the engine is warmed up before the first request.
+    kernel_cache: folder for Triton's compiled kernels; None for Triton's default.
+
+    Raises ``RoseError`` with the last line of the process's standard error if it fails.
     """
     own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
     done = subprocess.run(
@@ -64,10 +67,17 @@ def first_process(
 
 
 def first_figures(options: Namespace, warm_up: bool, started: float) -> dict[str, Any]:
-    """Return the seconds of each part before the first request and of the first runs, and the graph count.
+    """Build an engine as ``LLM`` does, run the benchmark's requests ``RUNS`` times, and time every part.
 
-    started: ``time.time()`` when the process was started. The engine is built as by ``LLM``: all its parts,
-    then, with ``warm_up``, ``Engine.warm_up``.
+    options: parsed options of ``benchmark_scheduler``.
+    warm_up: whether to call ``Engine.warm_up`` before the first request.
+    started: ``time.time()`` when the process was started.
+
+    Returns a dict:
+    parts_s: seconds of each part before the first request.
+    graphs: number of graphs captured by then.
+    runs: the result of :func:`first_run` for each run.
+    engine: facts about the engine.
     """
     parts = {"import": time.time() - started}
     load = partial(load_parts, options.hf_model_id, options.device, options.dtype, options.load_format)
@@ -82,7 +92,10 @@ def first_figures(options: Namespace, warm_up: bool, started: float) -> dict[str
 
 
 def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
-    """Serve the options' requests, all known upfront; return seconds, throughput, and late captures."""
+    """Serve the benchmark's requests, all submitted at once, and return the figures of this run.
+
+    ``late_captures`` counts the graphs captured during the run.
+    """
     prompts, params = make_prompts(options, engine.config.vocab_size), request_params(options)
     ids = engine.encode_many(prompts)
     before, start = engine.late_captures, time.perf_counter()
@@ -100,7 +113,7 @@ def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Return the result of ``call`` and its seconds, including GPU work that it launched."""
+    """Return the result of ``call`` and its duration in seconds, including the GPU work that it launched."""
     start = time.perf_counter()
     made = call()
     if torch.cuda.is_initialized():
@@ -109,30 +122,30 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
 
 
 def construction_s(process: dict[str, Any]) -> float:
-    """Return the seconds of ``LLM(...)``: loading, building, warming up."""
+    """Return the seconds that ``LLM(...)`` takes: loading, building and warming up."""
     return sum(process["parts_s"][part] for part in ("load", "build", "warm_up"))
 
 
 def recorded(results: Results) -> list[dict[str, Any]]:
-    """Return the recorded processes. Raises ``RecordError``."""
+    """Return the figures of each recorded process; raise ``RecordError`` if there are none."""
     return results.figures("first_request", "processes")
 
 
 def run_ratio(process: dict[str, Any]) -> float:
-    """Return the first run's throughput over the third's."""
+    """Return the throughput of the first run divided by that of the third."""
     first, *_, third = process["runs"]
     return first["throughput_tok_s"] / third["throughput_tok_s"]
 
 
 def told(process: dict[str, Any]) -> str:
-    """Describe a process in one line."""
+    """Describe the figures of a process in one line."""
     runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
     way = "warm-up" if process["warm_up"] else "no warm-up"
     return f"{way}, {process['cache']} cache: {construction_s(process):.1f} s to construct; {runs} tok/s"
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Run, with and without a warm-up, a process with an empty kernel cache and one with a filled cache."""
+    """Measure processes with and without a warm-up, each with an empty and with a filled kernel cache."""
     options, processes = asked.benchmark_options(WORKLOAD.id), []
     for warm_up in asked["repeats"] * (True, False):
         with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:

@@ -20,27 +20,32 @@ BLOCK = 4096  # elements
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A device's ceilings: bytes read and floating-point operations per µs."""
+    """The highest rates that a device sustains: bytes read, and floating-point operations, per µs."""
 
     bytes_per_us: float
     flops_per_us: float
 
     @classmethod
     def of(cls, measured: Mapping[str, list[float]]) -> Ceiling:
-        """Return the best of :func:`measure_ceilings`, or of a device's record ``ceilings``."""
+        """Return the best repeat of each rate.
+
+        measured: the result of :func:`measure_ceilings`, or the figures of a device's record ``ceilings``.
+        """
         return cls(max(measured["read_TB_s"]) * 1e6, max(measured["matmul_TFLOP_s"]) * 1e6)
 
 
 @lru_cache(maxsize=8)
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """Measure a GPU's ceilings; see :func:`measure_ceilings`."""
+    """Return the best of :func:`measure_ceilings`, measured once per device and dtype."""
     return Ceiling.of(measure_ceilings(device, dtype))
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> dict[str, list[float]]:
-    """Measure what a GPU sustains, per repeat: reading 1 GiB, copying it (both ways count), and a GEMM.
+    """Measure the rates that a GPU sustains; return the value of each repeat.
 
-    The GEMM is that of two 8192 × 8192 matrices of ``dtype``.
+    read_TB_s: reading 1 GiB.
+    copy_TB_s: copying 1 GiB; bytes read and bytes written both count.
+    matmul_TFLOP_s: a GEMM of two 8192 × 8192 matrices of ``dtype``.
     """
     source = torch.ones(GIB // 4, dtype=torch.int32, device=device)
     target, sums = torch.empty_like(source), source.new_empty(source.numel() // BLOCK)
@@ -59,7 +64,11 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def sum_blocks(source: Tensor, sums: Tensor) -> Tensor:
-    """Sum each ``BLOCK`` of source ``[N * BLOCK]`` int32 into sums ``[N]``: almost nothing is written."""
+    """Read ``source`` and write almost nothing: sum each ``BLOCK`` elements into one element of ``sums``.
+
+    source: ``[N * BLOCK]`` int32.
+    sums: ``[N]`` int32, also returned.
+    """
     _sum_kernel[sums.shape](source, sums, BLOCK, num_warps=8)
     return sums
 
@@ -71,12 +80,19 @@ def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling) -> dict[str, float]:
-    """Return µs by cause of a decode step for ``batch`` rows with ``context`` cached tokens each.
+    """Return lower bounds in µs by cause for a decode step.
 
-    Each is the larger of memory and arithmetic time. Weights are read once per step, each part's inputs are
-    read and its outputs written once, all at read bandwidth, which no write exceeds; logits need not be
-    written. Gate and up are multiplied before they are stored; a key shared by a group of query heads is read
-    once; keys beyond the window are not read.
+    batch: number of sequences.
+    context: cached tokens per sequence.
+    itemsize: bytes per element of weights, activations and cache.
+
+    Each bound is the larger of memory time and arithmetic time. Assumptions:
+    - weights are read once per step;
+    - the inputs of each part are read once and its outputs written once, all at the bandwidth of reads, which
+      writes do not exceed;
+    - logits are not written;
+    - gate and up are multiplied before they are stored;
+    - a key shared by a group of query heads is read once, and keys outside the window are not read.
     """
     read = batch * min(context + 1, config.window or math.inf)
     return _floors(config, _Work(batch, batch, read, read), itemsize, ceiling)
@@ -85,9 +101,10 @@ def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: 
 def prefill_floors_us(
     config: Arch, prompts: float, tokens: float, itemsize: int, ceiling: Ceiling
 ) -> dict[str, float]:
-    """Return µs by cause of a prefill of ``prompts`` prompts of ``tokens`` each, none of them cached.
+    """Return lower bounds in µs by cause for a prefill of ``prompts`` prompts of ``tokens`` uncached tokens.
 
-    A token attends to itself and to earlier tokens in the window; only a prompt's last token needs the head.
+    The assumptions of :func:`floors_us` apply. A token attends to itself and to earlier tokens in the window;
+    only the last token of a prompt needs the head.
     """
     seen = min(tokens, config.window or tokens)
     scores = prompts * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
@@ -95,7 +112,13 @@ def prefill_floors_us(
 
 
 class _Work(NamedTuple):
-    """Rows through the layers, rows through the head, query-key pairs, and keys read."""
+    """The amount of work in a step.
+
+    rows: tokens that pass through the layers.
+    chosen: tokens that pass through the head.
+    scores: query-key pairs per head and layer.
+    keys: tokens whose keys and values attention reads.
+    """
 
     rows: float
     chosen: float

@@ -1,4 +1,4 @@
-"""Profile the host's own time in decode steps, by Python function (cProfile)."""
+"""Measure the host's time in decode steps by Python function, with cProfile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ MOST = 10
 
 @dataclass(frozen=True)
 class HostFunction:
-    """One function's own µs per step, including C but not Python callees, and its calls per step."""
+    """The host's time in one Python function.
+
+    name: file and qualified name, in backquotes.
+    us: µs per step, including C functions that it calls, but not Python functions.
+    calls: calls per step.
+    """
 
     name: str
     us: float
@@ -22,15 +27,19 @@ class HostFunction:
 
     @property
     def is_one(self) -> bool:
-        """Whether this is a single function; the last entry may sum up the rest."""
+        """Whether this is a single function, rather than the entry that sums up all remaining functions."""
         return self.name.startswith("`")
 
 
 def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> tuple[HostFunction, ...]:
-    """Profile ``run``, which performs ``steps`` steps: the ``most`` costly functions, then the rest.
+    """Profile ``run``, and return the functions in which the host spends most time, costliest first.
 
-    The profiler adds overhead to every call, so shares are more reliable than µs. The sum is the host's time,
-    whether or not a GPU works meanwhile. Waiting for a GPU counts towards the function that waits.
+    run: performs ``steps`` steps.
+    most: number of functions to list; one further entry sums up all remaining functions.
+
+    The entries add up to the host's time, whether or not a GPU works meanwhile; waiting for a GPU counts
+    towards the function that waits. The profiler slows down every call, so that shares are more reliable
+    than µs.
     """
     profiler = cProfile.Profile(builtins=False)
     profiler.runcall(run)

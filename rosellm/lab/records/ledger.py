@@ -1,22 +1,23 @@
 """Attribute each microsecond of a decode step to a cause, next to the cause's floor.
 
-Several consecutive steps are profiled, and the least disturbed half counts, which excludes other load on the
-machine and steps that open a KV block. A step lasts from its first kernel to the first of the next (on a CPU,
-from call to call):
+Several consecutive steps are profiled, and only the shorter half of them is used, which excludes steps slowed
+down by other load on the machine, and steps that open a KV block. A step lasts from its first kernel to the
+first kernel of the next step (on a CPU, from call to call). Its time is of four kinds:
 
 - *work*: kernels by purpose; on a CPU, operators. Where two overlap, as under programmatic dependent
   launch, the time belongs to the one that started first.
 - *copies*, by direction.
-- *gaps*: nothing runs although work was launched, or the host has yet to notice that all has ended.
-- *host*: nothing runs because the host has not launched it; named after the engine's range it is in.
+- *gaps*: nothing runs although work was launched, or all work has ended and the host has not noticed yet.
+- *host*: nothing runs because the host has launched nothing; the cause is the part of the engine's step that
+  the host executes.
 
-A profiler delays the host. So rows are rescaled to sum up to an unprofiled step of the same engine: on a GPU
-kernels and copies keep their device-measured length, and gaps and host share the rest of the step in the
-profiled proportion. If kernels alone take longer than the unprofiled step (the profiler prevents some
-overlap), all shrink alike; beyond ``MOST_STRETCHED`` the ledger counts as disturbed and must not be used in
-calculations. On a CPU all rows shrink alike.
+A profiler delays the host. Therefore rows are rescaled so that their sum is an unprofiled step of the same
+engine. On a GPU, kernels and copies keep their length as measured by the device, and gaps and host share the
+rest of the step in the profiled proportion. If kernels and copies alone take longer than the unprofiled step
+(the profiler prevents some overlap), they shrink by a common factor; beyond ``MOST_STRETCHED`` the ledger
+counts as disturbed and must not be used in calculations. On a CPU all rows are scaled by a common factor.
 
-A ledger also lists all of the host's work by function, whether or not something runs meanwhile.
+A ledger also lists the host's time by Python function, whether or not the device works meanwhile.
 """
 
 from __future__ import annotations
@@ -47,12 +48,18 @@ DISTURBED = "The profiler made the kernels themselves longer: compare nothing wi
 
 @dataclass(frozen=True)
 class Ledger:
-    """One decode step by cause; times in µs.
+    """The time of one decode step by cause, in µs.
 
-    rows: by kind, largest first; they sum up to ``step_us``, the mean unprofiled step in the less disturbed
-    of two stretches, one before the profile and one after. profiled_us, busy_us: the mean length, and the
-    mean time in kernels and copies, over the least disturbed half of ``steps`` profiled steps. context: mean
-    cached tokens per sequence. functions: the host's work, costliest functions first.
+    name: the rung, or "custom".
+    rows: sorted by kind, then by time, largest first; their sum is ``step_us``.
+    step_us: mean unprofiled step, measured before and after the profile; the smaller of the two.
+    profiled_us: mean length of a profiled step, over the shorter half of the steps.
+    busy_us: mean time in kernels and copies in these steps.
+    steps: number of profiled steps.
+    on_gpu: whether kernels of a GPU were profiled, not operators of a CPU.
+    batch: number of sequences.
+    context: mean number of cached tokens per sequence.
+    functions: the host's time by Python function, costliest first.
     """
 
     name: str
@@ -68,12 +75,12 @@ class Ledger:
 
     @property
     def named(self) -> float:
-        """Share of the step in which work of a known purpose runs."""
+        """Share of the step in which kernels of a known purpose or copies run."""
         return self.busy - self.unknown
 
     @property
     def unknown(self) -> float:
-        """Share of the step in which work of an unknown purpose runs."""
+        """Share of the step in which kernels of an unknown purpose run."""
         return sum(row.share for row in self.rows if row.cause == OTHER)
 
     @property
@@ -83,13 +90,13 @@ class Ledger:
 
     @property
     def floor_us(self) -> float | None:
-        """The sum of all known floors; None if there are none."""
+        """The sum of all known lower bounds; None if there are none."""
         floors = [row.floor_us for row in self.rows if row.floor_us is not None]
         return sum(floors) if floors else None
 
     @property
     def cross_check(self) -> str:
-        """State how much of the step is attributed, and the profiler's effect on it."""
+        """A text that states how much of the step is attributed, and how the profiler changed its length."""
         change = percent_change(self.step_us, self.profiled_us)
         told = (
             f"Work of a known purpose takes {_percent(self.named)} of the step, other work "
@@ -109,14 +116,14 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Ledger:
-        """Load a recorded ledger."""
+        """Load a ledger from the result of :meth:`as_dict`."""
         values = {name: figures[name] for name in cls.__dataclass_fields__}
         rows = tuple(Row(**row) for row in figures["rows"])
         functions = tuple(HostFunction(**one) for one in figures["functions"])
         return cls(**values | {"rows": rows, "functions": functions})
 
     def _repr_markdown_(self) -> str:
-        """Return Markdown: the rows, their sum, and how reliable they are."""
+        """Return a Markdown table of the rows and their sum, followed by :attr:`cross_check`."""
         heads = ["cause", "µs", "share", "launches", "floor, µs"]
         rows = [
             [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
@@ -133,7 +140,7 @@ class Ledger:
         return self._repr_markdown_()
 
     def us_by_cause(self) -> dict[str, float]:
-        """Return µs by cause; host and copies are each one entry."""
+        """Return µs by cause, with a single entry "host" and a single entry "copies"."""
         us: dict[str, float] = defaultdict(float)
         for row in self.rows:
             us[row.kind if row.kind in ("host", "copies") else row.cause] += row.us
@@ -150,15 +157,18 @@ def tokens_needed(steps: int = 8) -> int:
 
 
 def tokens_before_profile(steps: int = 8) -> int:
-    """Return how many tokens per sequence it has decoded halfway through the profiled steps."""
+    """Return how many tokens per sequence :func:`step_ledger` has decoded halfway through the profile."""
     return WARM_UP_STEPS + 2 * (steps + 1) + steps // 2
 
 
 def step_ledger(bench: Bench, steps: int = 8, marked: Sequence[Marked] = ()) -> Ledger:
-    """Decode with ``bench`` and account for ``steps`` profiled steps; others are timed unprofiled.
+    """Decode with ``bench``, and return the ledger of ``steps`` profiled steps.
 
-    Steps run as in a scheduler, ahead of the host where the engine can; every sequence needs room for
-    :func:`tokens_needed` more tokens. marked: work that gets a separate row. Raises ``LedgerError``.
+    bench: every sequence must be able to generate :func:`tokens_needed` more tokens.
+    marked: work to list as separate causes.
+
+    Steps are launched as by a scheduler, ahead of their results where the engine allows. Raises
+    ``LedgerError`` for too few steps or tokens, or an unusable trace.
     """
     _check(bench, steps)
     engine, batch = bench.engine, len(bench.sequences)
@@ -177,11 +187,16 @@ def take_ledger(
     floors: Callable[[Ceiling], Mapping[str, float]],
     marked: Sequence[Marked] = (),
 ) -> Ledger:
-    """Account for ``steps`` profiled steps of ``batch`` sequences; others are timed unprofiled.
+    """Profile ``steps`` steps, time others unprofiled, and return the ledger.
 
-    run: runs that many consecutive steps of ``engine``, each inside a ``PROFILED_STEP`` range, and returns
-    when the host saw each end. floors: maps the GPU's ceiling to µs by cause; not used on a CPU, whose caches
-    may hold a whole model. Raises ``LedgerError``.
+    run: runs the given number of consecutive steps of ``engine``, each inside a ``PROFILED_STEP`` range, and
+        returns the times (``perf_counter``) at which the host saw each step end.
+    batch, context: only recorded in the ledger.
+    floors: maps the GPU's ceilings to lower bounds in µs by cause; not used on a CPU, whose caches may
+        contain a whole model.
+    marked: work to list as separate causes.
+
+    Raises ``LedgerError`` if the trace is unusable.
     """
     run(WARM_UP_STEPS)
     unprofiled = [_mean_us(run, steps)]
@@ -206,7 +221,10 @@ def take_ledger(
 
 
 def of_unprofiled(rows: Sequence[Row], step_us: float, on_gpu: bool) -> tuple[Row, ...]:
-    """Rescale the rows of profiled steps to sum up to an unprofiled step of ``step_us`` µs."""
+    """Rescale the rows of profiled steps so that their sum is an unprofiled step of ``step_us`` µs.
+
+    The module's description states how.
+    """
     busy = sum(row.us for row in rows if row.kind in WORKING)
     idle = sum(row.us for row in rows) - busy
     if not on_gpu or not idle:
@@ -232,7 +250,10 @@ def _check(bench: Bench, steps: int) -> None:
 
 
 def drive(bench: Bench, steps: int) -> list[float]:
-    """Decode as a scheduler does, ahead of the host where possible; return when each end was seen."""
+    """Decode ``steps`` steps, launched ahead of their results where possible, as a scheduler does.
+
+    Returns the times (``perf_counter``) at which the host saw each step end.
+    """
     engine, ends = bench.engine, []
     for _ in range(steps):
         with record_function(PROFILED_STEP):
@@ -243,6 +264,6 @@ def drive(bench: Bench, steps: int) -> list[float]:
 
 
 def _mean_us(run: Callable[[int], list[float]], steps: int) -> float:
-    """Return the mean of ``steps`` steps, from the end of the preceding step to the end of the last."""
+    """Return the mean µs of ``steps`` steps, timed from the end of the step before them to the last end."""
     ends = run(steps + 1)
     return (ends[-1] - ends[0]) / steps * 1e6

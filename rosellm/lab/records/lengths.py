@@ -1,4 +1,8 @@
-"""Decode steps with equal and unequal contexts of the same sum, with rows whole and split."""
+"""Time decode steps with equal and unequal contexts of the same sum, with attention whole and split.
+
+Attention over the cached tokens of a sequence is "whole" if one program per head computes it, and "cut" if
+several programs share it.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,19 @@ from rosellm.roseinfer.steps.resident import ResidentStep
 
 RUNG = "split_kv"
 BATCHES = (8, 64, 128, 256)
-MEAN, TIMES = 240, 4  # cached tokens per row; length of the long row as a multiple
+MEAN, TIMES = 240, 4  # cached tokens per sequence; those of the long sequence, as a multiple of the mean
 EQUAL, SPREAD, ONE_LONG = "equal", "spread", "one long"
 WAYS: dict[str, Callable[..., Variant]] = {"whole": whole_rows, "cut": cut_rows}
 
 
 def contexts_of(batch: int, mean: int = MEAN) -> dict[str, list[int]]:
-    """Return the cached tokens of each row for each distribution of ``batch * mean`` tokens.
+    """Return distribution → cached tokens of each sequence, in a seeded random order; all sum to the same.
 
-    "spread": evenly from an eighth of ``mean`` up; "one long": one row has ``TIMES`` the mean, or, with fewer
-    than ``TIMES + 1`` rows, as much as leaves a share for the others. Rows are in a seeded random order.
+    equal: all have ``mean`` tokens.
+    spread: evenly spaced around ``mean``, starting at an eighth of it.
+    one long: one has ``TIMES * mean`` tokens, or ``(batch - 1) * mean`` if that is less, so that tokens are
+        left for the others.
+
     Raises ``OptionError`` for a mean below ``TIMES``.
     """
     if mean < TIMES:
@@ -47,14 +54,15 @@ def contexts_of(batch: int, mean: int = MEAN) -> dict[str, list[int]]:
 
 
 def positions_for(mean: int) -> int:
-    """Return the positions that the longest row needs."""
+    """Return how many positions the model needs for the longest sequence of :func:`contexts_of`."""
     return mean * TIMES + room()
 
 
 def attention_kernels(device: torch.device) -> Kernels:
-    """Return kernels with Triton attention: the engine's own on a GPU, Triton's interpreter on a CPU.
+    """Return a kernel table whose attention is Triton's, also on a CPU.
 
-    On a CPU all other kernels are torch's. Raises ``RecipeError`` where Triton cannot run.
+    On a CPU, attention runs in Triton's interpreter, and all other kernels are torch's. Raises
+    ``RecipeError`` where Triton cannot run.
     """
     if device.type == "cuda":
         return choose_kernels("triton", "dependent", device)
@@ -64,9 +72,11 @@ def attention_kernels(device: torch.device) -> Kernels:
 
 
 def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
-    """Return a ``prepare`` for :class:`Bench` that makes ``choose`` select the attention variant.
+    """Return an argument ``prepare`` for :class:`Bench` that replaces the choice of the attention variant.
 
-    ``choose`` is called like ``variant_for``. Raises ``RecipeError`` if attention has no variants.
+    choose: takes the arguments of ``variant_for`` and returns the variant.
+
+    The returned function raises ``RecipeError`` if the engine's attention has no variants.
     """
 
     def prepare(engine: Engine) -> None:
@@ -79,9 +89,11 @@ def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
 
 
 def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any) -> dict[str, StepTimes]:
-    """Time steps of ``contexts_of`` with rows whole and split, alternating: "equal, whole", "equal, cut", …
+    """Time steps for each distribution of :func:`contexts_of`, with attention whole and cut, in alternation.
 
-    effort: see ``measure_steps``.
+    effort: keyword arguments of ``measure_steps``.
+
+    Returns "equal, whole", "equal, cut", … → step times.
     """
     makers = {
         f"{name}, {way}": partial(_bench, model, lengths, choose)
@@ -92,7 +104,7 @@ def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any
 
 
 def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant]) -> Bench:
-    """Build a bench; ``lengths`` are those halfway through a stretch of steps."""
+    """Build a bench whose contexts are ``lengths`` halfway through the measured steps."""
     prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
     kernels, prepare = attention_kernels(model.device), launched(choose)
     return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)

@@ -1,8 +1,8 @@
-"""Measure single-stream Llama-3.2-1B as the published megakernel was: microseconds per token.
+"""Measure Llama-3.2-1B at batch size 1 as the published megakernel was: microseconds per token.
 
-Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.generate``, alone. ``call_us``
-is the whole call divided by 128 tokens; ``decode_us`` is the time from first to last token divided by the 127
-decode steps between them, like the published figures. Prompts alternate.
+Each of 8 prompts of 32 random token ids generates 128 tokens greedily in its own ``LLM.generate`` call; the
+prompts alternate. ``call_us`` is the duration of the call divided by 128 tokens; ``decode_us`` is the time
+from the first to the last token divided by the 127 decode steps between them, like the published figures.
 
 Source of the published figures: github.com/msaroufim/megakernels-vs-cuda-graphs
 """
@@ -27,7 +27,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
 
 
 def measure(llm: LLM, repeats: int) -> dict[str, Any]:
-    """Return each call's figures, and medians, after an unmeasured round of all prompts."""
+    """Generate from all prompts ``repeats`` times after a warm-up; return each call's figures and medians."""
     prompts = make_prompts(PROMPTS, PROMPT_TOKENS, llm.engine.config.vocab_size)
     list(_calls(llm, prompts))
     return across_repeats([call for _ in range(repeats) for call in _calls(llm, prompts)])
@@ -51,7 +51,7 @@ def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
 
 
 def record(asked: Asked) -> Iterator[Record]:
-    """Measure, and print the medians."""
+    """Measure, yield the record, and print the medians."""
     llm = LLM(model_path(asked.model), device=asked.device, load_format=asked.load_format)
     figures = measure(llm, asked["repeats"]) | {"engine": engine_facts(llm.engine)}
     sizes = {"prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}

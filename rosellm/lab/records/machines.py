@@ -1,6 +1,6 @@
-"""Machines side by side: the notebooks' reference, and others that a reader chooses.
+"""Show the records of several machines side by side: the notebooks' reference, and others the reader chooses.
 
-A machine is a folder of records, named after its device. Adding the folder is all that is needed.
+A machine is a folder of records, named after its device. A new folder is found without further configuration.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ def this_machine(device: torch.device) -> str:
 
 
 def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[Results]:
-    """Return the reference's records, then those of each other folder in ``record``, once each.
+    """Return the records of the reference machine, then those of each other machine in ``record``.
 
-    record: comma-separated names; ``here`` means this machine. Raises RecordError. The others refuse to load
-    a record whose model or size differs from the reference's.
+    record: comma-separated folder names; ``here`` means this machine.
+    folder: contains the machines' folders; None for :func:`results_folder`.
+
+    Raises RecordError if there is no such folder. The other machines refuse to load a record whose model or
+    size differs from the reference's.
     """
     asked = [name.strip() for name in record.split(",")]
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,9 +49,10 @@ def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[R
 
 
 def name_of(results: Results) -> str:
-    """Return the device's name, with the dtype on a CPU; the folder's name if no record has one.
+    """Return the name of a machine for readers.
 
-    A folder that is not named after its device is added.
+    That is the device's name, followed by the dtype on a CPU, and by the folder's name if the folder is not
+    named after the device. Without a record that contains the device's name, it is the folder's name.
     """
     try:
         device = results.device_name
@@ -59,17 +63,21 @@ def name_of(results: Results) -> str:
 
 
 def names_of(machines: Sequence[Results]) -> list[str]:
-    """Return the label suffix of each machine; "" if there is only one."""
+    """Return what labels append for each machine: ", NAME", or "" if there is only one machine."""
     return [f", {name_of(results)}" for results in machines] if len(machines) > 1 else [""]
 
 
 def beside(
     machines: Sequence[Results], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
 ) -> tuple[list[list[Any]], list[str]]:
-    """Return a table's rows, the machines of a key below one another, and lines for what machines lack.
+    """Build a table with a row for each key and machine; the rows of a key are consecutive.
 
-    keys: a tuple's parts are joined for the row's label. figures: returns the cells after it. A RecordError
-    is raised only if there is a single machine; other errors also if they come from the first machine.
+    keys: the row's label is the key, or its parts joined if it is a tuple.
+    figures: returns the cells after the label.
+
+    Returns the rows, and lines that name what machines lack. ``figures`` may raise RecordError or LookupError
+    for a missing figure: the row is then omitted. With a single machine, the error is raised instead; so is a
+    LookupError from the first machine, since it indicates a typing error.
     """
     rows: list[list[Any]] = []
     lacking: dict[str, list[str]] = {}
@@ -87,7 +95,7 @@ def beside(
 
 
 def why_lacking(error: Exception) -> str:
-    """Return, for readers, why the figure that raised ``error`` is missing."""
+    """Return a text for readers that says why a figure is missing; ``error`` was raised when it was read."""
     return getattr(error, "why", RecordError.why)
 
 

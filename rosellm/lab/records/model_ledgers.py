@@ -1,4 +1,4 @@
-"""Where the time of workloads goes: a ledger of their decode steps, or of their prefills."""
+"""Make the ledger of a workload: where the time of its decode steps, or of its prefills, goes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ROOM = tokens_needed(STEPS) + 1
 
 
 def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Return the ledger of a mid-run decode step, or of a prefill if each request generates one token.
+    """Return the ledger of a workload's decode step, or of a prefill if each request generates one token.
 
-    At mid-run each request has half of its output; lengths and sampling parameters are those of the
-    benchmark's own requests. Raises ``RoseError`` if the model has too few positions.
+    In the decode step each request has half of its output. Lengths and sampling parameters are those of the
+    requests that ``benchmark_scheduler`` makes. Raises ``RoseError`` if the model has too few positions.
     """
     if workload.max_new_tokens == 1:
         return _prefill_ledger(model, rung, workload)
@@ -48,12 +48,15 @@ def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
 
 
 def _prompt_length(prompt: int, new_tokens: int) -> int:
-    """Return the prompt length with which a request reaches the middle of its run in the profiled steps."""
+    """Return the prompt length for which a request is halfway through its output in the profiled steps.
+
+    prompt, new_tokens: lengths of the prompt and output in the workload.
+    """
     return max(1, prompt - 1 + new_tokens // 2 - tokens_before_profile(STEPS))
 
 
 def _prefill_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Return the ledger of a prefill of as many prompts as fit one iteration's token budget."""
+    """Return the ledger of a prefill of as many prompts as the scheduler's token budget allows."""
     length = workload.prompt_tokens or 1
     prompts = min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length))
     prefills = Prefills(model, rung, prompts, length)
@@ -62,7 +65,11 @@ def _prefill_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
 
 
 class Prefills:
-    """An engine that prefills ``prompts`` of ``length`` tokens at a time; each gets one token and ends."""
+    """An engine that prefills batches of equal prompts, each of which generates one token.
+
+    prompts: number of prompts per prefill.
+    length: tokens per prompt.
+    """
 
     def __init__(self, model: Transformer, rung: str, prompts: int, length: int) -> None:
         self._together = make_prompts(prompts, length, model.config.vocab_size)
@@ -77,7 +84,10 @@ class Prefills:
         )
 
     def run(self, steps: int) -> list[float]:
-        """Run ``steps`` prefills, ahead of the host where possible; return when each was seen to end."""
+        """Run ``steps`` prefills, launched ahead of their results where possible.
+
+        Returns the times (``perf_counter``) at which the host saw each prefill end.
+        """
         scheduler = _Timed(self.engine, self._config)
         one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         scheduler.add_requests(steps * self._together, one_token)

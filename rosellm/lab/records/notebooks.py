@@ -11,7 +11,12 @@ from rosellm.roseinfer.recipe import BEFORE
 
 
 class Act(NamedTuple):
-    """A part of the course: its subject, and the numbers of its notebooks."""
+    """A part of the course.
+
+    name: its title.
+    about: its subject, one sentence.
+    numbers: the numbers of its notebooks.
+    """
 
     name: str
     about: str
@@ -46,9 +51,9 @@ LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
-    """Map each rung to its notebook ``NN_RUNG`` in ``folder``; rungs without one are omitted.
+    """Return rung → name of its notebook in ``folder``: ``NN_RUNG``, or ``NN_`` with one of ``LONGER_NAMES``.
 
-    Two rungs may share a notebook, which is numbered for the first.
+    Rungs without a notebook are omitted; two rungs may share a notebook.
     """
     there = {path.stem.partition("_")[2]: path.stem for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     names = {rung: LONGER_NAMES.get(rung, rung) for rung in rungs}

@@ -1,8 +1,8 @@
-"""Compare prompts that join the decode step with prompts in separate passes, in alternation.
+"""Compare prompts that are joined with the decode step with prompts in separate passes, in alternation.
 
-Measures both ways of the device's best recipe: whole runs of workload W8; a decode step plus a prompt, by
-rows and prompt tokens; and the inter-token latency of running requests while a long prompt is prefilled, in
-chunks and whole.
+Both ways use the device's best recipe. Measures whole runs of workload W8; the time of a decode step plus a
+prompt, by batch size and prompt length; and the inter-token latency of running requests while a long prompt
+is prefilled, in chunks and whole.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ NAME = "one_pass"
 WORKLOAD = WORKLOADS["W8"]
 APART = "apart"
 ROWS = (8, 64, 256)
-CONTEXT, IN_FLIGHT = 256, 6  # cached tokens per row; steps in flight
+CONTEXT, IN_FLIGHT = 256, 6  # cached tokens per sequence; steps in flight
 LONG_CHUNK = 128  # for a long prompt of fewer than FEW_TOKENS tokens
 FEW_TOKENS = 4096
-SOON_MS = 30  # arrival of such a prompt on a GPU, where the others take less than 100 ms
+SOON_MS = 30  # arrival of such a prompt on a GPU, where the running requests take less than 100 ms
 
 Ways = dict[str, Recipe]
 
 
 def ways_of(device: torch.device) -> Ways:
-    """Return the device's best recipe with prompts in separate passes, and joined with the decode step."""
+    """Return the device's best recipe with prompts in separate passes, and with prompts joined."""
     best = RECIPES[best_rung(device)]
     return {APART: best, JOINED: replace(best, exhibit="one_pass")}
 
 
 def _jobs(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways) -> dict[str, Job]:
-    """Return a job of each way, with an engine of its own."""
+    """Return a job for each way, each with a separate engine."""
 
     def build(recipe: Recipe) -> Callable[..., Engine]:
         return lambda *model, **sizes: Engine(*model, **sizes | {"recipe": recipe})
@@ -64,7 +64,12 @@ def _jobs(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, ways: W
 
 
 def measure_runs(options: Namespace, jobs: dict[str, Job], turns: int) -> dict[str, dict[str, Any]]:
-    """Measure whole runs of W8, as in ``benchmark_scheduler``, and count the passes of one run, per way."""
+    """Measure whole runs as ``benchmark_scheduler`` does, and count the passes over the weights of one run.
+
+    turns: number of measured runs of each way.
+
+    Returns way → figures.
+    """
     (run,) = SCHEDULER.runs(options).values()
     once = {way: partial(run, job) for way, job in jobs.items()}
     passes = {way: counted(passes_of(job.engine, once[way])) for way, job in jobs.items()}  # also warms up
@@ -73,9 +78,13 @@ def measure_runs(options: Namespace, jobs: dict[str, Job], turns: int) -> dict[s
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
-    """Return the seconds of a decode step of ``rows`` plus a prompt of ``tokens`` tokens, per repeat.
+    """Time a decode step together with the prefill of one prompt: return the seconds of each repeat.
 
-    context: cached tokens per row at first. Steps are launched ahead, so that the device need not wait.
+    rows: number of decoding sequences.
+    context: cached tokens per decoding sequence at the beginning.
+    tokens: length of the prompt.
+
+    Steps are launched ahead of their results, so that the device does not wait for the host.
     """
     vocabulary, n = engine.config.vocab_size, repeats + IN_FLIGHT
     running = _sequences(engine, make_prompts(rows, context, vocabulary), n + 2)
@@ -103,7 +112,13 @@ def _sequences(engine: Engine, prompts: list[list[int]], max_tokens: int) -> lis
 def measure_beside(
     gpt: Transformer, ways: Ways, size: Size, turns: int, repeats: int = 20
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Return rows → prompt tokens → way → µs of a decode step plus a prompt, the median of each turn."""
+    """Time a decode step plus a prompt, for several batch sizes and prompt lengths.
+
+    turns: alternations of the two ways.
+    repeats: measurements per turn.
+
+    Returns batch size → prompt tokens → way → the median µs of each turn.
+    """
     batches, lengths = size.batches(*ROWS), size.contexts(*load_exhibit("one_pass").JOINED_TOKENS)
     positions = gpt.config.n_positions
     context = min(CONTEXT, size.prompt, positions - repeats - IN_FLIGHT - 3)
@@ -130,7 +145,13 @@ def measure_beside(
 def measure_long_prompt(
     options: Namespace, jobs: dict[str, Job], turns: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return way → "chunked" and "whole" → figures of running requests during a long prompt."""
+    """Measure the running requests while a long prompt is prefilled.
+
+    options: parsed options of ``benchmark_streaming``.
+    turns: number of measured runs of each way.
+
+    Returns way → "chunked" or "whole" → figures.
+    """
     runs = STREAMING.runs(options)
     once = {(way, kind): partial(run, job) for way, job in jobs.items() for kind, run in runs.items()}
     found = in_turns(once, turns)
@@ -138,7 +159,7 @@ def measure_long_prompt(
 
 
 def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
-    """Return options for ``benchmark_streaming``: a prompt up to the model's positions joins others."""
+    """Return options for ``benchmark_streaming`` with a long prompt that fits the model's positions."""
     few = min(arrivals.LONG_RUNNING.num_requests, size.requests)
     running = replace(arrivals.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
     tokens = min(arrivals.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
@@ -149,7 +170,7 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
 
 
 def measure(asked: Asked) -> Iterator[Record]:
-    """Measure all figures."""
+    """Measure all figures, and yield the complete record."""
     gpt, tokenizer, turns = asked.gpt, asked.tokenizer, asked["repeats"]
     ways = ways_of(gpt.device)
     options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id, *arrivals.BEST))

@@ -1,4 +1,4 @@
-"""Validate a notebook's parameters in its first cell, before anything runs."""
+"""Validate the parameters of a notebook."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FROM_ZERO = ("seed",)
 
 
 class ParameterError(RoseError):
-    """A notebook's parameter is out of range; a notebook shows it as one line."""
+    """A parameter of a notebook is out of range; IPython shows this error as one line."""
 
     def _render_traceback_(self) -> list[str]:  # called by IPython
         return [f"{type(self).__name__}: {self}"]
 
 
 def check_parameters(gpt: Transformer, **given: Any) -> None:
-    """Raise ParameterError for a number out of range, or prompts and new tokens beyond the positions.
+    """Raise ParameterError if a parameter is out of range, or if prompts and new tokens exceed the positions.
 
     given: parameters by name, each a number or a list of numbers.
     """
@@ -50,9 +50,10 @@ def check_least_new(least: int, new_tokens: int) -> None:
 
 
 def model_path(model: str) -> str:
-    """Return ``model``, or the folder of that name relative to the caller.
+    """Resolve a model's name or folder, relative to the folder in which the user started the command.
 
-    A notebook runs in its own folder; the environment's PWD is where its shell was started.
+    A notebook's working folder is its own, but the environment variable PWD is still that of the shell.
+    Anything that is not a folder there is returned unchanged.
     """
     if model in SHIPPED_MODELS or model in KNOWN_SHAPES:
         return model

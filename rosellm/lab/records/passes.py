@@ -1,4 +1,4 @@
-"""The passes over the weights that a run takes."""
+"""Record the passes over the weights that an engine makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ KINDS = DECODE, PROMPTS, JOINED
 
 
 class Pass(NamedTuple):
-    """One pass over the weights for ``rows`` decoding sequences, ``tokens`` prompt tokens, or both."""
+    """One pass over the weights.
+
+    kind: one of ``KINDS``.
+    rows: number of decoding sequences.
+    tokens: number of prompt tokens.
+    seconds: duration by the engine's clock.
+    """
 
     kind: str
     rows: int
@@ -26,7 +32,11 @@ class Pass(NamedTuple):
 
 @contextmanager
 def watched_joins(engine: Engine) -> Iterator[list[float]]:
-    """Yield the list of times at which joined passes of an engine begin; empty if it joins nothing."""
+    """Record when an engine begins passes that join prompts with a decode step.
+
+    Yields a list of times (``perf_counter``) that grows during the context; it stays empty if the engine's
+    step cannot join prompts.
+    """
     step: Any = engine.step
     began: list[float] = []
     if not hasattr(step, "joined"):
@@ -46,7 +56,7 @@ def watched_joins(engine: Engine) -> Iterator[list[float]]:
 
 
 def passes_of(engine: Engine, run: Callable[[], object]) -> list[Pass]:
-    """Return the passes that a run on the engine takes, in the order in which they ended."""
+    """Call ``run``; return the passes that ``engine`` made meanwhile, in the order in which they ended."""
     with watched_joins(engine) as began, watched(engine) as steps:
         run()
     prefills = [one.began for one in steps if one.kind == "prefill"]
@@ -54,7 +64,10 @@ def passes_of(engine: Engine, run: Callable[[], object]) -> list[Pass]:
 
 
 def _merged(steps: Iterable[Begun], joined: set[float]) -> list[Pass]:
-    """Merge each decode step with the prefill that joined it; joined: when such prefills began."""
+    """Convert steps to passes: a decode step and the prefill joined with it become one pass.
+
+    joined: the values of ``began`` of such prefills.
+    """
     passes: list[Pass] = []
     for one in steps:
         if one.kind == "decode":

@@ -1,9 +1,10 @@
-"""Compare causal attention over whole prompts with torch's libraries on the same shapes.
+"""Compare our kernel for causal attention over whole prompts with torch's libraries on the same shapes.
 
-Each length has as many prompts as make ``TOKENS`` tokens. Our kernel reads queries, keys and values as
-slices of one projection, and also stores keys and values into a paged cache; the libraries read contiguous
-tensors ``[B, H, T, D]``, and store nothing. All run in turns; a turn's calls follow each other on the device.
-The record is DIR/MODEL/prompt_attention.json, rewritten after each length.
+For each prompt length, the number of prompts is chosen so that they have ``TOKENS`` tokens together. Our
+kernel reads queries, keys and values as slices of one projection, and also stores keys and values into a
+paged cache; the libraries read contiguous tensors ``[B, H, T, D]``, and store nothing. Kernels alternate in
+turns of several consecutive calls. The record is DIR/MODEL/prompt_attention.json, rewritten after each
+length.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Way = Callable[[], Tensor]
 
 
 def ways(arch: Arch, length: int, prompts: int, device: torch.device) -> dict[str, Way]:
-    """Return each way's call on the same random prompts; it returns ``[B, T, H, D]``. No cuDNN on a CPU."""
+    """Return kernel → function that computes attention over the same random prompts as ``[B, T, H, D]``.
+
+    cuDNN is omitted on a CPU.
+    """
     heads, dtype = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), DTYPES[device.type]
     generator = torch.Generator(device).manual_seed(0)
     shape = (prompts * length, sum(heads), arch.head_dim)
@@ -55,7 +59,10 @@ def ways(arch: Arch, length: int, prompts: int, device: torch.device) -> dict[st
 
 
 def _ours(arch: Arch, qkv: tuple[Tensor, ...], length: int, prompts: int) -> Way:
-    """Return a call of the engine's kernel over a paged cache with room for the prompts."""
+    """Return a function that calls the engine's kernel with a paged cache as large as the prompts.
+
+    qkv: queries, keys and values, each ``[N, heads, D]``.
+    """
     q, k, v = qkv
     blocks = -(-length // BLOCK_M)
     table = torch.arange(prompts * blocks, dtype=torch.int32, device=q.device).view(prompts, blocks)
@@ -77,10 +84,19 @@ def _library(backend: SDPBackend, scale: float, q: Tensor, k: Tensor, v: Tensor)
 def measure_length(
     arch: Arch, length: int, tokens: int, device: torch.device, turns: int, seconds: float = SECONDS
 ) -> dict[str, Any]:
-    """Return prompts, FLOPs, and way → µs per call of each turn, for prompts of one length.
+    """Time attention over prompts of one length.
 
-    largest_difference: between each library's elements and ours. Raises ``OptionError`` if no library runs
-    here.
+    tokens: tokens of all prompts together; at least one prompt is used.
+    turns: measurements of each kernel.
+    seconds: approximate duration of a turn.
+
+    Returns a dict:
+    prompts: number of prompts.
+    flop: floating-point operations per call.
+    us: kernel → µs per call of each turn.
+    largest_difference: library → largest absolute difference between its output and ours.
+
+    Raises ``OptionError`` if no library runs here.
     """
     prompts = max(1, tokens // length)
     calls = _that_run(ways(arch, length, prompts, device))
@@ -97,9 +113,9 @@ def measure_length(
 
 
 def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
-    """Return the calls that run on this device; print a line for each library that rejects these heads.
+    """Return the calls that succeed on this device; print a line for each library that rejects these heads.
 
-    Raises ``OptionError`` if only our own call is left.
+    Raises ``OptionError`` if no library is left.
     """
     found = {}
     for name, call in calls.items():
@@ -117,7 +133,7 @@ def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
 
 
 def _call_s(call: Way, times: int, device: torch.device) -> float:
-    """Return the seconds per call over ``times`` consecutive calls on the device."""
+    """Return the mean seconds of ``times`` consecutive calls on the device."""
     _finish(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -132,12 +148,15 @@ def _finish(device: torch.device) -> None:
 
 
 def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the TFLOP/s of each way at one length, from the median of its turns."""
+    """Return kernel → TFLOP/s, from the median of its turns.
+
+    measured: the result of :func:`measure_length`.
+    """
     return {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
 
 
 def measure(asked: Asked) -> Iterator[Record]:
-    """Measure every length; print the result after each."""
+    """Measure every prompt length; print the result after each."""
     arch, lengths = asked.arch, asked.size.contexts(*LENGTHS)
     tokens = min(TOKENS, 4 * asked.size.prompt)
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}

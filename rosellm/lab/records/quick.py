@@ -37,11 +37,11 @@ from rosellm.models.loading import resolve_device
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 MODEL = "gpt2"
-EFFORT = {  # per rung's steps, measured one rung after the other
+EFFORT = {  # arguments of ``measure_steps``; rungs are measured one after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
-QUICK = {  # experiments that take at full size less than a minute each
+QUICK = {  # experiments that take less than a minute each at full size
     "cuda": ["bookkeeping", "kv_append", "autotune", "kv_pressure", *(f"lengths-{n}" for n in BATCHES)],
     "cpu": ["bookkeeping", "kv_append"],
 }
@@ -55,7 +55,10 @@ class TimeIsUp(KeyboardInterrupt):
 
 
 class Recorder:
-    """Makes one device's records in ``folder``, with the model loaded once."""
+    """Makes the records of one device in ``folder``.
+
+    ends: the first and the best rung, recorded before the rungs between them.
+    """
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.results = Results(folder)
@@ -65,7 +68,7 @@ class Recorder:
         self.rungs = [*self.ends, *others]
 
     def jobs(self) -> dict[str, Callable[[], None]]:
-        """Return what is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
+        """Return the missing records, most informative first: name → function that makes the record."""
         short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
         names = ["ceilings"] if self.asked.device == "cuda" else []
         names += ["steps-W0", *_runs(short, self.ends), "steps-W1", "steps-W3", "steps-W2"]
@@ -74,7 +77,7 @@ class Recorder:
         return {name: partial(self.run, name) for name in names if not self._is_done(name)}
 
     def run(self, name: str) -> None:
-        """Make one of the records; the summaries of benchmarks and experiments are not shown."""
+        """Make the record ``name``, without showing the summaries that benchmarks and experiments print."""
         kind, _, workload = name.partition("-")
         if kind == "steps":
             self.steps(name, workload)
@@ -83,9 +86,12 @@ class Recorder:
                 EXPERIMENTS[name].run(self.asked)
 
     def steps(self, name: str, workload: str) -> None:
-        """Record every rung's decode step at the workload's size, one rung at a time.
+        """Time the decode step of every rung at the workload's size, and write the record after each rung.
 
-        Continues with the rungs that are recorded at this commit.
+        name: name of the record.
+        workload: determines batch size and context.
+
+        Rungs that are already recorded at this commit are kept.
         """
 
         def turns_us(rung: str) -> list[list[float]]:
@@ -102,7 +108,7 @@ class Recorder:
             write_record(path, record)
 
     def _is_done(self, name: str) -> bool:
-        """Return whether a complete record of these settings exists, of any commit."""
+        """Return whether a complete record with these settings exists, measured at any commit."""
         workload, _, rung = name.partition("-")
         if workload in WORKLOADS:
             return rung in self.results.rungs(workload)
@@ -120,7 +126,10 @@ def _runs(workloads: tuple[str, ...], rungs: list[str]) -> list[str]:
 
 @contextmanager
 def limited_to(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp inside after ``seconds``; needs a POSIX system and the main thread."""
+    """Raise TimeIsUp in the body of the ``with`` statement when it has run for ``seconds``.
+
+    Needs a POSIX system and the main thread.
+    """
 
     def end(_number: int, _frame: object) -> None:
         raise TimeIsUp
@@ -135,9 +144,9 @@ def limited_to(seconds: float) -> Iterator[None]:
 
 
 def work_off(jobs: Mapping[str, Callable[[], None]], seconds: float) -> list[str]:
-    """Run the jobs until time is up, printing a line for each; return the names of those not done.
+    """Run jobs for at most ``seconds``, printing a line for each; return the names of those not done.
 
-    A job that fails, e.g. for lack of GPU memory, is reported and the next one starts.
+    If a job fails, e.g. for lack of GPU memory, the error is printed and the next job starts.
     """
     left = list(jobs)
     try:
@@ -160,7 +169,7 @@ def work_off(jobs: Mapping[str, Callable[[], None]], seconds: float) -> list[str
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Record what this machine still lacks, until time is up."""
+    """Make the records that this machine lacks, until time is up."""
     parser = OneLineParser(prog="python -m rosellm.lab.records.quick", description=__doc__)
     add = parser.add_argument
     add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="time limit in minutes")

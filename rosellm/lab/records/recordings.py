@@ -1,4 +1,7 @@
-"""The experiments that ``measure`` records, by name, each at the size that its options select."""
+"""The experiments behind the figures of the notebooks.
+
+Most functions take the settings of a measurement and return the figures of the record that has their name.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbench
 def counts(asked: Asked) -> dict:
     """Count kernels, copies, bytes and allocations of one decode step, by batch size and rung.
 
-    "mixed": prompts of unequal lengths.
+    The case "N mixed" has N prompts of unequal lengths.
     """
     model, size = asked.gpt, asked.size
     rungs = runnable(model.device, model.config)
@@ -67,7 +70,10 @@ def counts(asked: Asked) -> dict:
 
 
 def equality(asked: Asked) -> dict:
-    """Compare every rung's tokens and logits with ``dense``, in fp32, fp16 and bf16, on the shipped model."""
+    """Compare the tokens and logits of every rung with those of ``dense``.
+
+    Uses the shipped model in fp32, fp16 and bf16.
+    """
     size, lengths = asked.size, asked.size.contexts(1, 2, 5, 63, 64, 65, 130)
     batch, tokens = min(14, size.rows), min(64, size.new_tokens)
     figures = {}
@@ -79,12 +85,17 @@ def equality(asked: Asked) -> dict:
 
 
 def ceilings(asked: Asked) -> dict:
-    """Measure what the GPU sustains in reading, copying and multiplying, the basis of floors."""
+    """Measure the rates at which the GPU reads, copies and multiplies, on which lower bounds are based."""
     return measure_ceilings(torch.device(asked.device), asked.gpt.dtype)
 
 
 def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any]:
-    """Trace ``STEPS`` steps of both rungs, run as in a scheduler, at a workload's mid-run context."""
+    """Trace ``STEPS`` decode steps of ``rung`` and of the rung before it.
+
+    workload: determines batch size and context, as in ``step_shape``.
+
+    Steps are launched as by a scheduler.
+    """
     batch, context = step_shape(workload)
     room = WARM_UP_STEPS + 2 * STEPS
     prompts = make_prompts(batch, max(1, context - room), model.config.vocab_size)
@@ -97,14 +108,14 @@ def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any
 
 
 def timelines(asked: Asked) -> dict:
-    """Trace a few decode steps of four rungs and of the rungs before them."""
+    """Trace a few decode steps of each rung in ``TIMELINES`` and of the rung before it."""
     model, workload = asked.gpt, asked.workload("W1")
     drawn = [rung for rung in TIMELINES if rung in runnable(model.device, model.config)]
     return {rung: timeline(model, rung, workload) for rung in each("timelines", drawn)}
 
 
 def autotune(asked: Asked) -> dict:
-    """Measure the cost of an autotuned launch against every fixed one."""
+    """Time paged attention autotuned and in every fixed launch configuration, at several sizes."""
     model, size = asked.gpt, asked.size
     launches = [
         experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
@@ -114,21 +125,24 @@ def autotune(asked: Asked) -> dict:
 
 
 def bookkeeping(asked: Asked) -> Iterator[Record]:
-    """Measure nanoseconds of Python per reserved token."""
+    """Measure the nanoseconds of Python code per cache slot reserved, for two kinds of metadata."""
     batches = each("bookkeeping", (8, 256))
     figures = {str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in batches}
     yield asked.record("bookkeeping", figures=figures)
 
 
 def kv_append(asked: Asked) -> Iterator[Record]:
-    """Run the append microbenchmark."""
+    """Run the microbenchmark of the kernel that appends keys and values to the cache."""
     sizes = ",".join(map(str, asked.size.batches(*APPENDED)))
     given = ["--device", asked.device, "--batch-sizes", sizes]
     yield benchmark_kv_append.measure(benchmark_kv_append.parse_options(given))
 
 
 def ledger(asked: Asked) -> dict:
-    """Account for a decode step's time, at the batch sizes of four workloads and half their context."""
+    """Make the ledger of every rung's decode step, at the batch sizes of four workloads.
+
+    Sequences have about half of the workload's new tokens cached.
+    """
     model = asked.gpt
     rungs = runnable(model.device, model.config)
     sized = [asked.workload(name) for name in STEP_WORKLOADS]
@@ -140,20 +154,20 @@ def ledger(asked: Asked) -> dict:
 
 
 def ledger_at(model: Transformer, rung: str, batch: int, context: int, steps: int = 8) -> dict[str, Any]:
-    """Return the ledger of a step of ``batch`` rows with about ``context`` cached tokens each."""
+    """Return the ledger of a decode step of ``batch`` sequences with about ``context`` cached tokens each."""
     length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
     prompts = make_prompts(batch, length, model.config.vocab_size)
     return step_ledger(Bench(model, rung, prompts, room), steps).as_dict()
 
 
 def ledger_w6(asked: Asked) -> dict:
-    """Account for a step of the largest workload, on the best rung."""
+    """Make the ledger of a decode step of workload W6, the largest batch, on the best rung."""
     batch, context = step_shape(asked.workload("W6"))
     return {asked.best: ledger_at(asked.gpt, asked.best, batch, context + 1)}
 
 
 def ledger_w8(asked: Asked) -> dict:
-    """Account for unequal requests, greedy, with a temperature, and filtered, each at half its output."""
+    """Make the ledgers of workloads with unequal requests: greedy, with a temperature, and filtered."""
     model, rung = asked.gpt, asked.best
     sized = {name: asked.workload(name) for name in ("W8", "W9", "W10")}
     return {
@@ -162,7 +176,10 @@ def ledger_w8(asked: Asked) -> dict:
 
 
 def grid(asked: Asked) -> dict:
-    """Time steps of the best rung over batch size and context; for few rows also with ``split_kv``."""
+    """Time decode steps of the best rung over batch size and context.
+
+    ``few``: up to 8 sequences, also on the rung ``split_kv``.
+    """
     model, size, best = asked.gpt, asked.size, asked.best
     contexts, few = size.contexts(64, 256, 512, 1000), size.contexts(256, 512, 768, 1000)
 
@@ -178,9 +195,9 @@ def grid(asked: Asked) -> dict:
 
 
 def _grid_row(model: Transformer, rung: str, batch: int, context: int, steps: int = 12) -> dict[str, Any]:
-    """Return median device µs per decode step, and the KV bytes that it reads.
+    """Return the device µs of decode steps, their median, and the bytes of keys and values that a step reads.
 
-    Steps run as in a scheduler, as many ahead as the rung allows.
+    Steps are launched as far ahead of their results as the rung allows.
     """
     prompts = make_prompts(batch, context, model.config.vocab_size)
     bench = Bench(model, rung, prompts, steps + 2)
@@ -194,7 +211,7 @@ def _grid_row(model: Transformer, rung: str, batch: int, context: int, steps: in
 
 
 def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
-    """Run steps until the clocks of an idle GPU are at full speed."""
+    """Run decode steps for ``seconds``, so that the clocks of an idle GPU reach full speed."""
     end = perf_counter() + seconds
     while perf_counter() < end:
         bench.run_ahead(steps)
@@ -202,7 +219,7 @@ def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
 
 
 def lengths(asked: Asked, batch: int) -> dict:
-    """Time steps with equal and unequal contexts of the same sum, rows whole and split."""
+    """Time decode steps with equal and unequal contexts of the same sum, attention whole and cut."""
     size, model = asked.size, asked.gpt
     rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
     return figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
@@ -218,11 +235,12 @@ llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=Tru
 
 
 def cold_start(asked: Asked) -> dict:
-    """Measure the seconds of processes that generate two tokens, from start to end, by state of the cache.
+    """Time whole processes that build an engine for up to 8 sequences and generate two tokens.
 
-    The second token takes a decode step; all graphs of the engine, for up to 8 sequences, are captured first.
-    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the cache filled
-    by that run.
+    All graphs of the engine are captured first; the second token takes a decode step. Seconds are grouped by
+    the cache of compiled Triton kernels:
+    compiled anew: the cache is empty at the start.
+    compiled before: the cache was filled by the process before.
     """
     command = [sys.executable, "-c", FIRST_TOKENS, asked.model, asked.load_format, asked.device, asked.best]
     seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
@@ -236,7 +254,7 @@ def cold_start(asked: Asked) -> dict:
 
 
 def kv_pressure(asked: Asked) -> dict:
-    """Measure throughput with a quarter of the KV blocks that all requests need, and with all of them."""
+    """Measure throughput with as many KV blocks as all requests need, and with a quarter of them."""
     return {
         name: robustness.kv_pressure(asked.gpt, asked.workload(name))
         for name in each("kv_pressure", ("W6", "W7"))
@@ -244,7 +262,7 @@ def kv_pressure(asked: Asked) -> dict:
 
 
 def determinism(asked: Asked) -> dict:
-    """Measure the cost of batch invariance, and what changes without it."""
+    """Measure the cost of batch invariance, and how many logits change with the batch without it."""
     model, size = asked.gpt, asked.size
     batches = size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
     return {
@@ -262,15 +280,20 @@ def determinism(asked: Asked) -> dict:
 
 
 def steps(asked: Asked, workload: str, **effort: Any) -> dict:
-    """Time a decode step on every rung that can run the model, at a workload's batch and mid-run context."""
+    """Time a decode step on every rung that can run the model.
+
+    workload: determines batch size and context, as in ``step_shape``.
+    effort: keyword arguments of ``measure_steps``; by default those of the size.
+    """
     rungs, sized = runnable(asked.where, asked.arch), asked.workload(workload)
     return ladder_steps(asked.gpt, rungs, sized, **effort or asked.size.effort)
 
 
 def ledgers(asked: Asked) -> Iterator[Record]:
-    """Account for a modern model's workloads on the best rung.
+    """Make the ledgers of a modern model's workloads on the best rung.
 
-    A failure is printed at once, and the others follow. Raises ``RoseError`` at the end if any failed.
+    If a workload fails, the error is printed, the remaining workloads are measured, and ``RoseError`` is
+    raised at the end.
     """
     failed: list[str] = []
 
@@ -294,7 +317,7 @@ def ledgers(asked: Asked) -> Iterator[Record]:
 
 
 def ablations(asked: Asked, workload: str) -> dict:
-    """Time the variants between two rungs where one field changes several things."""
+    """Time the variants between a rung and the previous rung, for each rung in ``BETWEEN``."""
     model, sized = asked.gpt, asked.workload(workload)
     return {
         rung: between_rungs.ablation_steps(model, rung, sized, **asked.size.effort)
@@ -303,7 +326,7 @@ def ablations(asked: Asked, workload: str) -> dict:
 
 
 def leave_one_out(asked: Asked, workload: str) -> dict:
-    """Measure whole runs with each field of the best recipe alone reverted."""
+    """Measure whole runs of the best recipe, and of variants that each revert one of its fields."""
     return between_rungs.leave_one_out(asked.gpt, asked.workload(workload), best=asked.best)
 
 

@@ -1,4 +1,4 @@
-"""Committed benchmark records: a device's measurements, the rivals' figures, and the floor under both."""
+"""Read the committed records: measurements of a device, figures of other engines, and lower bounds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_
 
 
 class RecordError(RoseError):
-    """A record, figure or records folder that does not exist or cannot be read."""
+    """A record, a figure or a folder of records does not exist or cannot be read."""
 
     why = "no such record"  # for readers of a table from which it is missing
 
 
 class UnlikeError(RecordError):
-    """A record whose model or size differs from the record it would be compared with."""
+    """The model or size of a record differs from that of the record it would be compared with."""
 
     def __init__(self, where: str, differences: Iterable[str]) -> None:
         self.why = f"recorded with {' and '.join(differences)}"
@@ -40,9 +40,10 @@ class UnlikeError(RecordError):
 
 
 def number(value: float | None) -> str:
-    """Format a figure: from 100 up whole with thousands separators, else three significant digits.
+    """Format a figure.
 
-    None and NaN become "–".
+    Integers, 0, and values of at least 100 are shown whole with thousands separators, other values with three
+    significant digits; None and NaN become "–".
     """
     if value is None or math.isnan(value):
         return "–"
@@ -58,18 +59,18 @@ def short_name(model: str) -> str:
 
 
 def recorded_models(results: Results) -> list[str]:
-    """Return the models that have records of whole runs."""
+    """Return the names of the modern models for which whole runs are recorded."""
     return sorted({path.parent.name for path in results.folder.glob("*/D1.json")})
 
 
 def signed(share: float, decimals: int = 1) -> str:
-    """Format a share as a signed percentage: ``+2.5%``, ``−4.4%``; unsigned if it rounds to zero."""
+    """Format a fraction as a signed percentage: ``+2.5%``, ``−4.4%``; without a sign if it rounds to zero."""
     told = f"{share:+.{decimals}%}".replace("-", "−")
     return told if told.strip("+−0.%") else told[1:]
 
 
 def percent_change(before: float, after: float) -> str:
-    """Format the change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``.
+    """Format the relative change from ``before`` to ``after``: ``+2.6 %``, ``−5.4 %``.
 
     Raises RecordError if ``before`` is 0.
     """
@@ -79,7 +80,11 @@ def percent_change(before: float, after: float) -> str:
 
 
 def results_folder() -> Path:
-    """Return ``notebooks/results`` of this checkout, or of the working folder if the package is elsewhere."""
+    """Return the folder ``notebooks/results``, of the checkout that contains the package if there is one.
+
+    Otherwise it is ``results`` or ``notebooks/results`` in the working folder. Raises RecordError if there is
+    none.
+    """
     checkout = Path(rosellm.__file__).resolve().parent.parent
     tried = [checkout / "notebooks" / "results", Path("results"), Path("notebooks/results")]
     for folder in tried:
@@ -90,9 +95,11 @@ def results_folder() -> Path:
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named after their contents.
+    """The records of one device: JSON files named ``<workload>-<rung>.json`` or after their contents.
 
-    like: records to compare with; equally named records must have the same model and size.
+    folder: contains the files.
+    like: records of another device to compare with; None for none. A record that has the same name there must
+        have the same model and size to be loaded.
     """
 
     folder: Path
@@ -103,9 +110,10 @@ class Results:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Return the whole file ``name``, such as ``kv_append``.
+        """Return the whole record ``name``, such as ``kv_append``.
 
-        Raises RecordError, listing what exists, or UnlikeError if it does not match the record of ``like``.
+        Raises RecordError, listing the existing records, if there is none, and UnlikeError if its model or
+        size differs from those of the same record of ``like``.
         """
         path = self._path(name)
         if self.like is not None and name in self.like.names():
@@ -115,7 +123,7 @@ class Results:
         return _read(path)
 
     def figures(self, name: str, *keys: str) -> Any:
-        """Return the entry of a record's figures at the nested ``keys``. Raises RecordError."""
+        """Return the entry of a record's figures at nested ``keys``; raise RecordError if it is missing."""
         found = self.load(name)["figures"]
         for key in keys:
             if key not in found:
@@ -124,9 +132,11 @@ class Results:
         return found
 
     def row(self, name: str, *keys: str, **facts: Any) -> dict[str, Any]:
-        """Return the row with these ``facts``, under ``keys`` of a record's figures or in its ``rows``.
+        """Return the first row of a record's table whose columns have the values ``facts``.
 
-        Raises RecordError.
+        keys: nested keys of the table in the record's figures; without any, it is the record's ``rows``.
+
+        Raises RecordError if there is no such row.
         """
         rows = self.figures(name, *keys) if keys else self.load(name)["rows"]
         for row in rows:
@@ -141,13 +151,16 @@ class Results:
         return path
 
     def by_model(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return model → its record ``name``: those in models' folders, then that of the device's own."""
+        """Return model → its record ``name``: first from the folders of models, then from this folder."""
         paths = [*sorted(self.folder.glob(f"*/{name}.json")), *self.folder.glob(f"{name}.json")]
         records = [Results(path.parent).load(name) for path in paths]
         return {Path(record["model"]).name: record for record in records}
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
-        """Return a benchmark's whole record. Raises RecordError, listing the workload's measured rungs."""
+        """Return the whole record of a workload's run on a rung.
+
+        Raises RecordError, listing the rungs measured on the workload, if there is none.
+        """
         rungs = self.rungs(workload)
         if rung not in rungs:
             raise RecordError(f"{self.folder.name} has no {workload} of {rung!r}: there are {_listed(rungs)}")
@@ -156,8 +169,8 @@ class Results:
     def rungs(self, workload: str) -> list[str]:
         """Return the rungs measured on a workload, in the ladder's order.
 
-        Skips records of ``benchmark_rivals``, and those that depart from the workload in more than the dtype,
-        which is the device's.
+        Records of ``benchmark_rivals`` are skipped, and so are runs whose options differ from the workload's
+        in anything but the dtype.
         """
         runs = [path.stem for path in sorted(self.folder.glob(f"{workload}-*.json")) if _is_run(_facts(path))]
         place = {rung: i for i, rung in enumerate(LADDER)}
@@ -165,9 +178,11 @@ class Results:
         return sorted(found, key=lambda rung: place.get(rung, len(place)))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
-        """Return the median of one figure over the repeats. Raises RecordError, listing the figures.
+        """Return the median of one figure over the repeats of a run.
 
-        ``decode_tok_s`` and ``total_tok_s`` are the throughputs of decode steps and of the whole run.
+        figure: ``decode_tok_s`` and ``total_tok_s`` are the throughputs of decode steps and of the whole run.
+
+        Raises RecordError, listing the existing figures, if there is none of this name.
         """
         return _figure(self._result(workload, rung)["medians"], figure)
 
@@ -190,7 +205,10 @@ class Results:
         return self._environment(None).get("device_memory_bytes") is not None
 
     def environment_line(self, name: str | None = None) -> str:
-        """Describe in one line where and when a record was measured; default: the newest record."""
+        """Describe in one line where and when a record was measured.
+
+        name: the record; None for the newest of this device.
+        """
         env = self._environment(name)
         versions = [f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key)]
         return " · ".join([env["device_name"], *versions, env["time_utc"][:10]])
@@ -208,13 +226,13 @@ class Results:
 
 
 def _is_run(facts: dict[str, Any]) -> bool:
-    """Whether this is a run of its workload by this engine; only its dtype may depart from the workload."""
+    """Return whether a record is of this engine, with the workload's options, apart from the dtype."""
     departures = facts["not_comparable"] or []
     return facts["kind"] != "rivals" and all(one.startswith("dtype=") for one in departures)
 
 
 def _differences(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """Describe how model and size differ from those of another record; no model agrees with any."""
+    """Describe how model and size differ from those of another record; a missing model equals any model."""
     found, (model, other) = [], (one["model"] for one in (facts, others))
     if model != other and None not in (model, other):
         is_named = isinstance(model, str) and isinstance(other, str)
@@ -226,7 +244,10 @@ def _differences(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Read what a record says of itself, cached until the file changes."""
+    """Return a record's environment, kind, model, size and departures from its workload.
+
+    They are cached until the file changes.
+    """
     return _read_facts(path, path.stat().st_mtime_ns)
 
 
@@ -237,7 +258,13 @@ def _read_facts(path: Path, _modified_ns: int) -> dict[str, Any]:
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
-    """Return the records of a device's folder in ``folder`` (default: :func:`results_folder`)."""
+    """Return the records of a device.
+
+    device: name of its folder.
+    folder: contains the devices' folders; None for :func:`results_folder`.
+
+    Raises RecordError if there is no such folder.
+    """
     folder = folder or results_folder()
     devices = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if device not in devices:
@@ -246,9 +273,11 @@ def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
 
 
 def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
-    """Return name → workload → completion tokens per second of other engines on the same GPU.
+    """Return engine's name → workload → completion tokens per second of other engines on the reference GPU.
 
-    With a ``workload``, only those measured on it. A rival's ``form`` in the file defines its figures.
+    workload: return only engines measured on it; None for all.
+
+    The entry ``form`` of an engine in ``RIVALS_FILE`` defines what its figures mean.
     """
     file = _rivals_file()
     known = {
@@ -262,32 +291,38 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
 
 
 def modern_rivals(model: str) -> dict[str, dict[str, float]]:
-    """Return name → workload → figure of other engines on a modern model's shape, from separate sessions."""
+    """Return engine's name → workload → figure of other engines on a modern model's shape.
+
+    The figures come from other sessions than our own.
+    """
     return _rivals_file()["modern_models"]["models"].get(model, {})
 
 
 def one_lease(model: str) -> dict[str, tuple[float | None, float | None]]:
-    """Return workload → figures of this engine and ``LEASE_RIVAL`` in one session, in the workload's unit."""
+    """Return workload → figures of this engine and of ``LEASE_RIVAL``, both measured in one session.
+
+    A figure is in the workload's unit, or None if it was not measured.
+    """
     figures = _rivals_file()["one_lease_2026_11_26"]["figures"]
     found = figures[LEASE_MODELS.get(model, model.lower())]
     return {workload: (one[LEASE_OURS], one[LEASE_RIVAL]) for workload, one in found.items()}
 
 
 def ceilings() -> dict[str, Any]:
-    """Return the GPU's measured limits: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
+    """Return the measured limits of the reference GPU, such as copy bandwidth and time per graph node."""
     return _rivals_file()["ceilings"]
 
 
 def read_us(results: Results, n_bytes: float) -> float:
-    """Return µs to read ``n_bytes`` at the best rate in the device's record ``ceilings``."""
+    """Return the µs to read ``n_bytes`` at the highest rate in the device's record ``ceilings``."""
     return n_bytes / (max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6)
 
 
 def floor_us(results: Results, workload: str) -> float:
-    """Return the bytes floor of a mid-run decode step in µs: GPT-2 small's fp16 weights and K/V, read once.
+    """Return a lower bound on a workload's decode step in µs: the time to read GPT-2 small's weights and K/V.
 
-    At mid-run a sequence holds its prompt and half its new tokens, weighted by the steps it takes part in if
-    lengths are unequal. The position table is not read in full.
+    Each is read once, in fp16; the position table is not counted. A sequence has its prompt and half of its
+    new tokens cached; if lengths are unequal, sequences are weighted by the number of their decode steps.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
@@ -297,7 +332,7 @@ def floor_us(results: Results, workload: str) -> float:
 
 
 def floor_tok_s(results: Results, workload: str) -> float:
-    """Return tokens per second if every decode step took :func:`floor_us`."""
+    """Return the tokens per second if every decode step took :func:`floor_us`."""
     return _workload(workload).max_batch_size / floor_us(results, workload) * 1e6
 
 

@@ -1,4 +1,4 @@
-"""All experiments by name, and the jobs that a command asks for."""
+"""All experiments by name, and the jobs that a command line selects."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DEFAULT = [f"W{i}" for i in range(6)] + [one.name for one in recordings.EXPERIME
 
 
 class Job(NamedTuple):
-    """An experiment, by its name, and what it is to measure."""
+    """An experiment, by its name, with the settings to measure."""
 
     name: str
     asked: Asked
 
     def run(self) -> None:
-        """Measure and write the record."""
+        """Measure, and write the record."""
         EXPERIMENTS[self.name].run(self.asked)
 
     @property
@@ -49,15 +49,18 @@ class Job(NamedTuple):
         return self.asked.folder / f"{self.name}.json"
 
     def in_folder(self, folder: Path) -> Job:
-        """Return the same job with another folder."""
+        """Return the same job, writing to another folder."""
         return self._replace(asked=replace(self.asked, folder=folder))
 
 
 def plan(given: Namespace) -> list[Job]:
-    """Return a job for each experiment that the command names; for a workload of GPT-2, one a rung.
+    """Return the jobs that a command line selects.
 
-    Without names: all of ``DEFAULT`` that this machine can run. Raises ``RoseError`` for anything unknown, an
-    option that no experiment takes, and whatever cannot run here.
+    given: parsed arguments. Each of its ``names`` is an experiment, or a workload of GPT-2, which stands for
+        one job per rung. Without names, all of ``DEFAULT`` that this machine can run are selected.
+
+    Raises ``RoseError`` for an unknown name, an option that none of the experiments takes, and a job that
+    cannot run here.
     """
     known = [*WORKLOADS, *EXPERIMENTS]
     if unknown := [name for name in given.names if name not in known]:

@@ -1,6 +1,6 @@
-"""An engine under pressure: throughput with little KV memory, and bitwise batch invariance.
+"""Measure an engine's throughput with little KV memory, and the cost and effect of batch invariance.
 
-Measurements for notebooks and ``rosellm.lab.measure``; each returns a plain dict.
+The measurements, for notebooks and ``rosellm.lab.measure``, return plain dicts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def whole_runs(workload: Workload, engines: dict[str, Engine], repeats: int) -> dict[str, dict[str, Any]]:
-    """Run a workload on each engine, alternating after a warm-up; return every repeat's figures."""
+    """Run a workload on several engines in alternation, after a warm-up run of each.
+
+    Returns engine's name → figures of every repeat, with medians and means, and the engine's KV blocks.
+    """
     vocab_size = next(iter(engines.values())).config.vocab_size
     prompts = make_prompts(workload.num_requests, workload.prompt_tokens or 1, vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
@@ -42,14 +45,18 @@ def whole_runs(workload: Workload, engines: dict[str, Engine], repeats: int) -> 
 
 
 def _blocks_each(workload: Workload, block_size: int = 64) -> int:
-    """Return the KV blocks that a request needs."""
+    """Return the number of KV blocks that one request of the workload needs."""
     return blocks_for((workload.prompt_tokens or 1) + workload.max_new_tokens - 1, block_size)
 
 
 def kv_pressure(
     model: Transformer, workload: Workload, share: float = 0.25, repeats: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """Run all requests at once with the KV blocks that they need together, and with ``share`` of those."""
+    """Run all requests at once with as many KV blocks as they need together, and with fewer.
+
+    share: the reduced number of blocks as a fraction of the full number; at least enough for one request.
+    options: further arguments of ``Engine``.
+    """
     n, each = workload.num_requests, _blocks_each(workload, options.get("block_size", 64))
     pools = {"ample": n * each, "tight": max(each, int(n * each * share))}
     engines = {
@@ -62,7 +69,10 @@ def kv_pressure(
 
 
 def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -> dict[str, Any]:
-    """Return a workload's throughput without and with ``deterministic``, and the share that it costs."""
+    """Measure a workload's throughput without and with ``deterministic``.
+
+    ``cost`` is the fraction of throughput that the deterministic mode loses.
+    """
     batch = workload.max_batch_size
     sizes: dict[str, Any] = {"max_batch_size": batch, "num_kv_blocks": batch * _blocks_each(workload)}
     engines = {
@@ -82,8 +92,10 @@ def final_logits(
 ) -> Tensor:
     """Return the logits ``[V]`` from which the last of ``new_tokens`` greedy tokens was chosen.
 
-    other_prompts: other requests in the batch. chunk: prefill the prompt in chunks of this many tokens.
-    preempted_after: preempt the request after this many tokens, and prefill it again.
+    other_prompts: prompts of other requests in the batch.
+    chunk: number of tokens per prefill chunk of the prompt; None prefills it whole.
+    preempted_after: number of generated tokens after which the request is preempted and prefilled again; None
+        for no preemption.
     """
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     others = [engine.make_sequence(other, params) for other in other_prompts or []]
@@ -115,7 +127,13 @@ def _prefill(engine: Engine, sequence: Sequence, chunk: int | None) -> None:
 def invariance(
     model: Transformer, batches: list[int], prompt_tokens: int = 150, new_tokens: int = 24
 ) -> dict[str, dict[str, int]]:
-    """Count the logits of a request that change bitwise with the batch, without and with the mode."""
+    """Count how many logits of a request change bitwise when it is run in other ways than alone.
+
+    batches: batch sizes in which the request is run.
+
+    Returns mode ("fast", or "invariant" for ``deterministic``) → way in which the request is run → number of
+    its final logits that differ from those when it runs alone.
+    """
     prompts = make_prompts(max(batches), prompt_tokens, model.config.vocab_size)
     figures = {}
     for name in ("fast", "invariant"):
@@ -136,6 +154,6 @@ def invariance(
 
 
 def bits_changed(a: Tensor, b: Tensor) -> int:
-    """Count the elements whose bit patterns differ."""
+    """Return how many elements of ``a`` and ``b``, of equal shape and dtype, differ in any bit."""
     kind = BITS[a.dtype.itemsize]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())

@@ -1,7 +1,7 @@
-"""Determine what each kernel or operator of a decode step is for.
+"""Determine the role of each kernel or operator in a decode step: what it is for.
 
-Kernels and operators are identified by name. Where a name is ambiguous, the engine's range that launched it
-decides, or its neighbours in the step.
+Kernels and operators are identified by name. If a name is ambiguous, the profiler range in which the engine
+launched it decides, or its neighbours in the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rosellm.roseinfer.kernels import table
 
 OTHER = "other"
 
-# The role of all that an engine range launches, whatever its name.
+# The role of everything launched inside a profiler range of the engine, whatever its own name.
 RANGE_ROLES = {
     "kv_append": "append",
     "sample": "sampling",
@@ -26,7 +26,7 @@ RANGE_ROLES = {
 }
 # Our own kernels declare their roles.
 OWN_ROLES = table.ROLES | {"_persistent_layers_kernel": "layers"}
-# The role of a library kernel: the first with a matching substring of its name.
+# The role of a library kernel is the first with a substring of the kernel's name.
 LIBRARY_ROLES = {
     "put": ("index_put",),
     "attention": ("attention", "attend", "flash", "fmha", "sdpa"),
@@ -37,7 +37,7 @@ LIBRARY_ROLES = {
     "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "dot_kernel"),
     "elementwise": ("elementwise", "gelu", "copy", "cat", "fill", "reduce", "index", "scatter", "gather"),
 }
-# An operator's role by its name without namespace and, if in-place, without trailing underscore.
+# The role of an operator, by its name without namespace and in-place underscore.
 OPERATOR_ROLES = {
     name: role
     for role, names in {
@@ -62,16 +62,18 @@ OPERATOR_ROLES = {
     }.items()
     for name in names.split()
 }
-# Roles that say what is done, not what for.
+# Roles that name an operation rather than its purpose.
 GENERIC = {"elementwise", "views"}
-# Roles with one usual purpose, and that purpose.
+# Roles that name an operation with one usual purpose: that purpose, used if no neighbour decides otherwise.
 USUAL = {"product": "GEMM", "softmax": "attention", "put": "append"}
 
 
 class Marked(NamedTuple):
-    """Work with a separate role: kernels of these names, and all that the range ``name`` launches.
+    """Work that is listed with a role of its own.
 
-    name: the role's name. role: its role from the point of view of neighbouring work.
+    name: the name of this role; also of a profiler range, and all work launched inside it is included.
+    role: the role that the work has when its neighbours are classified.
+    kernels: names of further kernels that are included.
     """
 
     name: str
@@ -83,7 +85,12 @@ class Marked(NamedTuple):
 
 
 def roles_of(trace: Trace, work: list[Event], steps: list[Event], marked: Sequence[Marked] = ()) -> list[str]:
-    """Return the role of every event of ``work``, in order of start; steps: the ranges of single steps."""
+    """Return the role of every event of ``work``.
+
+    work: events of ``trace`` in order of start.
+    steps: the ranges of the single steps, within which neighbours decide.
+    marked: work with roles of its own.
+    """
     operators = trace.of("op")
     parts = trace.host_at(event.started for event in work)
     marks = [next((m for m in marked if m.has(*one)), None) for one in zip(work, parts, strict=True)]
@@ -102,7 +109,7 @@ def roles_of(trace: Trace, work: list[Event], steps: list[Event], marked: Sequen
 
 
 def _launcher(operators: list[Event], event: Event) -> str:
-    """Return the name of the operator that issued ``event``; "" if none did."""
+    """Return the name of the operator that was running when ``event`` was issued; "" if none was."""
     i = bisect_right(operators, event.started, key=lambda op: op.start) - 1
     return operators[i].name if i >= 0 and event.started <= operators[i].end else ""
 
@@ -130,11 +137,16 @@ def kernel_role(name: str) -> str:
 
 
 def by_place(roles: list[str]) -> list[str]:
-    """Resolve ambiguous roles of one step, in order, from their neighbours.
+    """Resolve the ambiguous roles of one step from their neighbours.
 
-    GEMMs after the last norm are the head, and what follows the head is sampling. A softmax, the products
-    next to it and generic work around them, up to the layer's own GEMMs, are attention; other generic work
-    around an append belongs to it. What precedes the embedding, or else the first norm, is inputs.
+    roles: the roles of the step's work, in order of start.
+
+    - GEMMs after the last norm are the head.
+    - Generic work, softmax and index_put after the head are sampling.
+    - Generic work before the embedding, or else before the first norm, is inputs.
+    - A softmax is attention, and so are the nearest matrix product on either side and the generic work around
+      them, up to other work such as the layer's GEMMs.
+    - Other generic work next to attention or an append takes its role.
     """
     roles = list(roles)
     if "head" not in roles and "norm" in roles:
@@ -162,7 +174,10 @@ def _rename(roles: list[str], places: Iterable[int], old: set[str], new: str) ->
 
 
 def _absorb(roles: list[str], around: Iterable[int], role: str, products: int) -> None:
-    """Turn generic roles, and up to ``products`` products, into ``role``, until any other role."""
+    """Set generic roles to ``role``, and up to ``products`` matrix products, until another role is met.
+
+    around: indices in the order in which they are visited.
+    """
     for i in around:
         if roles[i] == "product" and products:
             products -= 1

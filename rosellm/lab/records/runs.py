@@ -1,4 +1,4 @@
-"""Whole runs of the workloads: GPT-2's on every rung that a device can run, a modern model's on the best."""
+"""Experiments that run whole workloads: of GPT-2 on every rung, of a modern model on the best rung."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark
 
 
 def check_rung(rung: str, device: torch.device, arch: Arch) -> None:
-    """Raise ``RecipeError``, naming the rung, if the device or the model's shape rules it out."""
+    """Raise ``RecipeError`` if the rung cannot run on this device, or cannot run a model of this shape."""
     try:
         if LADDER[rung].launch == "autotuned" and device.type == "cpu":
             raise RecipeError("it needs a GPU: a CPU has no launch to tune")
@@ -30,7 +30,7 @@ def check_rung(rung: str, device: torch.device, arch: Arch) -> None:
 
 
 def runnable(device: torch.device, arch: Arch) -> list[str]:
-    """Return the rungs that can run such a model on the device, in the ladder's order."""
+    """Return the rungs that can run a model of this shape on the device, in the ladder's order."""
 
     def can_run(rung: str) -> bool:
         try:
@@ -43,7 +43,11 @@ def runnable(device: torch.device, arch: Arch) -> list[str]:
 
 
 def whole_run(asked: Asked, workload: str, options: tuple[str, ...]) -> Iterator[Record]:
-    """Run a workload's benchmark with ``options``, ``asked["repeats"]`` times after ``"warmups"`` (1)."""
+    """Run the benchmark of a workload, and yield its record.
+
+    asked: its option "repeats" is the number of measured runs; "warmups", 1 if absent, of those before.
+    options: further command-line options.
+    """
     benchmark = BENCHMARKS[ALL_WORKLOADS[workload].form]
     runs = "--warmup-runs", asked.options.get("warmups", 1), "--repeat-runs", asked["repeats"]
     given = benchmark.parse_options(asked.benchmark_options(workload, *options, *runs))

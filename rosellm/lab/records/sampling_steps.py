@@ -1,8 +1,9 @@
 """Measure what sampling adds to a decode step: greedy, drawn, filtered, penalised, with logprobs.
 
-A step is complete, as in ``step_time``: the model, the choice, and the transfer of logprobs to the host. The
-modes of a batch size alternate on one engine, except for those that compute all logits and sort them, which
-use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size.
+A step is complete, as in ``step_time``: it includes the model, the choice of tokens, and the transfer of
+logprobs to the host. The modes of a batch size alternate on one engine; modes with the head "logits", which
+compute all logits and sort them, use a second engine. The record is DIR/MODEL/sampling_steps.json, rewritten
+after each batch size.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens per sequence, turns per m
 
 @dataclass(frozen=True)
 class Mode:
-    """Sampling parameters besides ``temperature`` 0, for all rows of the batch or only the first.
+    """How the tokens of a batch are chosen.
 
-    head: replaces the rung's own.
+    wish: sampling parameters; the temperature is 0 unless it is among them.
+    only_first: whether they apply to the first sequence only; the remaining sequences are then greedy.
+    head: replaces the rung's own head; None keeps it.
     """
 
     wish: Mapping[str, float]
@@ -40,7 +43,11 @@ class Mode:
     head: Literal["logits"] | None = None
 
     def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
-        """Return the parameters of each row; every row has a different seed."""
+        """Return the sampling parameters of each sequence; every sequence has a different seed.
+
+        rows: number of sequences.
+        new_tokens: maximum number of tokens that each generates.
+        """
         plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": new_tokens, "ignore_eos": True}
         asking = 1 if self.only_first else rows
         wishes = [{**plain, **self.wish}] * asking + [plain] * (rows - asking)
@@ -74,9 +81,14 @@ def modes_of(batch: int) -> dict[str, Mode]:
 def measure_modes(
     model: Transformer, rung: str, batch: int, context: int, turns: int = TURNS, seconds: float = SECONDS
 ) -> dict[str, list[float]]:
-    """Return mode → µs per decode step of ``batch`` sequences, the mean of each turn, after a warm-up turn.
+    """Time decode steps in every mode, in alternation, after a warm-up turn.
 
-    context: cached tokens per sequence, halfway through a turn's steps. seconds: of measured steps per turn.
+    batch: number of sequences.
+    context: cached tokens per sequence, halfway through the steps.
+    turns: number of measured turns of each mode.
+    seconds: duration of the measured steps of a turn.
+
+    Returns mode → mean µs per step of each turn.
     """
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     modes = modes_of(batch)

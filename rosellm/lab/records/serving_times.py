@@ -1,4 +1,4 @@
-"""How long the steps of a serving engine take, on the device and on the host, as functions of their size."""
+"""Fit the durations of a serving engine's steps, on device and host, as functions of their size."""
 
 from __future__ import annotations
 
@@ -24,37 +24,47 @@ Coefficients = tuple[float, float, float]
 
 
 class StepTimes(Protocol):
-    """Seconds of an engine's steps, measured or planned, as a simulation needs them."""
+    """The durations of an engine's steps, measured or predicted, that a simulation of serving needs."""
 
     @property
     def run_ahead(self) -> int:
-        """Steps that the scheduler leaves in flight."""
+        """Number of begun steps that the scheduler leaves unfinished."""
 
     def decode(self, rows: int, cached: int, longest: int) -> float:
-        """Return the seconds of a decode step; cached: tokens of all rows together; longest: of one row."""
+        """Return the seconds of a decode step.
+
+        rows: number of sequences.
+        cached: cached tokens of all sequences together.
+        longest: cached tokens of the longest sequence.
+        """
 
     def host(self, rows: int) -> float:
-        """Return the host's seconds of a round that gave ``rows`` requests a token."""
+        """Return the host's seconds in an iteration of the scheduler that gives ``rows`` requests a token."""
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
-        """Return the seconds of a prefill of ``tokens`` tokens of ``prompts`` prompts, whole or in part.
+        """Return the seconds of a prefill.
 
-        earlier: pairs of these tokens with already cached tokens of their prompts.
+        prompts: number of prompts, whole or in part.
+        tokens: tokens of all prompts that are computed.
+        earlier: number of pairs of a computed token and an already cached token of the same prompt.
         """
 
 
 LEAST_STEPS = 8  # per batch size, to fit its times
-HOST_BOUND = 1.1  # round time over step time from which the device waits for the host
+HOST_BOUND = 1.1  # iteration time / step time above which the device waits for the host
 
 
 @dataclass(frozen=True)
 class ServingTimes:
-    """Seconds of a streaming engine's steps, interpolated linearly between the batch sizes in ``rows``.
+    """Fitted durations of a streaming engine's steps, interpolated linearly between batch sizes.
 
-    decode_s: for each of ``rows`` a step's fixed seconds, seconds per cached token of the average row, and
-    per token of the longest. host_s: for each what the host adds to a step; if steps run ahead, the host's
-    time where the device waits for it. prefill_s: a prefill's fixed seconds, seconds per prompt and per
-    token. run_ahead: steps that the scheduler leaves in flight.
+    rows: the batch sizes with fitted durations, ascending.
+    decode_s: for each of ``rows``, three coefficients of a decode step: fixed seconds, seconds per cached
+        token of the mean sequence, and seconds per cached token of the longest sequence.
+    host_s: for each of ``rows``, the seconds that the host adds to a step. If steps run ahead: the host's
+        whole time per step if the device waits for the host, otherwise 0.
+    prefill_s: three coefficients of a prefill: fixed seconds, seconds per prompt, and seconds per token.
+    run_ahead: number of begun steps that the scheduler leaves unfinished.
     """
 
     rows: tuple[int, ...]
@@ -65,7 +75,7 @@ class ServingTimes:
 
     @classmethod
     def from_dict(cls, figures: dict[str, Any]) -> ServingTimes:
-        """Load from the result of :meth:`as_dict`, or JSON made from it."""
+        """Load from the result of :meth:`as_dict`, also after it was stored as JSON."""
         lists = {name: tuple(figures[name]) for name in ("rows", "host_s", "prefill_s")}
         decode_s = tuple((one[0], one[1], one[2]) for one in figures["decode_s"])
         return cls(**lists, decode_s=decode_s, run_ahead=figures["run_ahead"])
@@ -74,17 +84,20 @@ class ServingTimes:
         return asdict(self)
 
     def decode(self, rows: int, cached: int, longest: int) -> float:
-        """Return the seconds of a decode step; cached: tokens of all rows together; longest: of one row."""
+        """Return the seconds of a decode step, with the arguments of :meth:`StepTimes.decode`."""
         columns = zip(*self.decode_s, strict=True)
         fixed, each, of_longest = (np.interp(rows, self.rows, column) for column in columns)
         return max(0.0, float(fixed + each * cached / rows + of_longest * longest))
 
     def host(self, rows: int) -> float:
-        """Return the host's seconds of a round that gave ``rows`` requests a token."""
+        """Return ``host_s``, interpolated for a batch of ``rows`` sequences."""
         return float(np.interp(rows, self.rows, self.host_s))
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
-        """Return the seconds of a prefill of ``tokens`` tokens; ``earlier`` has no effect."""
+        """Return the seconds of a prefill, with the arguments of :meth:`StepTimes.prefill`.
+
+        ``earlier`` has no effect.
+        """
         fixed, each_prompt, each_token = self.prefill_s
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
 
@@ -92,9 +105,12 @@ class ServingTimes:
 def measure_serving_times(
     engine: Engine, requests: SequenceOf[Arrival], batches: SequenceOf[int], rounds: int = 3
 ) -> ServingTimes:
-    """Stream greedy requests of these lengths, all at once, at each batch size in turn, and fit.
+    """Serve greedy requests at each batch size in turn, and fit the durations of the engine's steps.
 
-    The engine must be idle. rounds: requests per slot.
+    engine: must be idle.
+    requests: prompt and output lengths, through which the served requests cycle; all arrive at once.
+    batches: the batch sizes.
+    rounds: requests per slot of the batch.
     """
     draw, vocab_size, runs = np.random.default_rng(0), engine.config.vocab_size, []
     for rows in batches:
@@ -112,10 +128,13 @@ def measure_serving_times(
 def fit_serving_times(
     engine: Engine, runs: SequenceOf[list[Begun]], batches: SequenceOf[int]
 ) -> ServingTimes:
-    """Fit the times of watched runs; a step counts towards the nearest of ``batches``.
+    """Fit the durations of recorded steps.
 
-    Batch sizes with fewer than ``LEAST_STEPS`` steps are skipped. Steps are timed by the engine's own clock,
-    on a GPU the device's. Raises ``RoseError`` if every batch size has too few steps.
+    runs: the steps of each run, recorded by :func:`watched`.
+    batches: batch sizes to fit; a step counts towards the nearest.
+
+    Batch sizes with fewer than ``LEAST_STEPS`` steps are skipped. Raises ``RoseError`` if all of them are, or
+    if there is no prefill.
     """
     decodes: dict[int, list[Begun]] = defaultdict(list)
     rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -141,14 +160,17 @@ def fit_serving_times(
 
 
 def _rounds(steps: list[Begun]) -> Iterator[tuple[list[Begun], float]]:
-    """Yield each decode with the prefills after it, and the seconds until the next decode began."""
+    """Yield each decode step with the prefills after it, and the seconds until the next decode step began."""
     at = [i for i, one in enumerate(steps) if one.kind == "decode"]
     for begin, end in pairwise(at):
         yield steps[begin:end], steps[end].began - steps[begin].began
 
 
 def _host_s(rounds: list[tuple[float, float]], run_ahead: int) -> float:
-    """Return ``host_s`` of ``ServingTimes``; rounds: seconds of the steps, and in total."""
+    """Return ``host_s`` of :class:`ServingTimes` for one batch size.
+
+    rounds: for each decode step, its seconds on the device, and the seconds until the next one began.
+    """
     steps, whole = (mean(column) for column in zip(*rounds, strict=True))
     if not run_ahead:
         return max(0.0, whole - steps)
@@ -156,20 +178,21 @@ def _host_s(rounds: list[tuple[float, float]], run_ahead: int) -> float:
 
 
 def _run_ahead(engine: Engine) -> int:
-    """Return the engine's steps in flight; 0 on a CPU, where a step ends as soon as it is launched."""
+    """Return how many steps a scheduler leaves unfinished; 0 on a CPU, where launching a step runs it."""
     return engine.step.run_ahead if engine.device.type == "cuda" else 0
 
 
 def fitted(rows: Iterable[tuple[float, ...]]) -> Coefficients:
-    """Fit :func:`non_negative` to three columns by the mean, so that disturbed steps count."""
+    """Return :func:`non_negative` for rows of four columns as a tuple of three coefficients."""
     fixed, each, other = non_negative(rows)
     return fixed, each, other
 
 
 def non_negative(rows: Iterable[tuple[float, ...]]) -> list[float]:
-    """Return the least-squares coefficients of the last column over the others.
+    """Return the coefficients with which the other columns predict the last one, by least squares.
 
-    Columns whose coefficient would be negative are excluded and get 0.
+    While a coefficient is negative, the most negative column is excluded and has the coefficient 0; the last
+    remaining column is kept.
     """
     table = np.array(list(rows))
     kept = list(range(table.shape[1] - 1))

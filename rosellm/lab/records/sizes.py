@@ -1,4 +1,4 @@
-"""The size of a measurement: whole workloads on a GPU, a few rows and tokens on a CPU."""
+"""The size of a measurement: whole workloads on a GPU, few sequences and tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from rosellm.lab.records.records import FULL_SIZE
 
 @dataclass(frozen=True)
 class Size:
-    """Upper limits of a measurement: rows per batch, requests, new tokens, prompt tokens.
+    """Upper limits of a measurement.
 
-    Records contain its name.
+    rows: sequences per batch.
+    requests: requests of a workload.
+    new_tokens, prompt: generated tokens, and prompt tokens, of a request.
+    name: the size's name in records.
     """
 
     rows: int
@@ -24,7 +27,7 @@ class Size:
 
     @property
     def effort(self) -> dict[str, Any]:
-        """For step times: engines, and seconds of measured steps per rung over all engines."""
+        """Arguments of ``measure_steps``: number of engines, and seconds of measured steps per rung."""
         return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
 
     def of(self, workload: Workload) -> Workload:
@@ -52,10 +55,11 @@ class Size:
         }
 
     def batches(self, *wanted: int) -> list[int]:
-        """Return the batch sizes that fit; the largest allowed if none does."""
+        """Return those of the batch sizes that are within the limit, or the limit if none is."""
         return [n for n in wanted if n <= self.rows] or [self.rows]
 
     def contexts(self, *wanted: int) -> list[int]:
+        """Return those of the context lengths that are within the limit, or the limit if none is."""
         return [n for n in wanted if n <= self.prompt] or [self.prompt]
 
 

@@ -1,10 +1,10 @@
-"""The definition of a decode step's time, for notebooks and records, on every rung.
+"""Measure the time of a decode step, on every rung, for notebooks and records.
 
-A step lasts from when the host sees the previous step end to when it sees this one end. Steps run unprofiled
-and as in a scheduler, as far ahead of the host as the rung allows. Sequences have equal contexts; a stretch
-of ``STRETCH`` steps takes them from just below the requested context to just above. Sides are compared in
-alternation, so that background load affects all alike, and on several engines each, because an engine's place
-in memory affects its step.
+A step lasts from when the host sees the previous step end to when it sees this step end. Steps run without a
+profiler, and are launched as far ahead of their results as the rung allows, as by a scheduler. All sequences
+have equal contexts. A stretch is ``STRETCH`` consecutive steps, during which the contexts grow from just
+below the requested length to just above it. Rungs are measured in alternation, so that background load
+affects all of them, and each on several engines, because an engine's memory addresses affect its speed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ MakeBench = Callable[[], Bench]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """µs per decode step of one side: the mean of each turn of each engine, in the order measured."""
+    """The measured times of a decode step.
 
-    turns_us: tuple[tuple[float, ...], ...]  # [engines][turns]
+    turns_us: ``turns_us[engine][turn]`` is the mean µs per step of a turn.
+    """
+
+    turns_us: tuple[tuple[float, ...], ...]
 
     @property
     def us(self) -> float:
@@ -48,18 +51,21 @@ class StepTimes:
 
     @property
     def spread_us(self) -> tuple[float, float]:
-        """The smallest and largest repetition: engines' medians, or the turns of a single engine."""
+        """The smallest and largest of the engines' medians, or of the turns if there is a single engine."""
         turns, *others = self.turns_us
         return self.range_us if others else (min(turns), max(turns))
 
 
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
-    """Return rung → its recorded step at a workload's batch size and mid-run context."""
+    """Return rung → its recorded step times at a workload's batch size and mid-run context."""
     return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
 
 
 def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
-    """Return the recorded steps of some rungs. Raises RecordError, listing the recorded rungs."""
+    """Return the recorded step times of ``rungs``, in their order.
+
+    Raises RecordError, listing the recorded rungs, if one of them is not recorded.
+    """
     steps = recorded_steps(results, workload)
     for rung in rungs:
         if rung not in steps:
@@ -70,18 +76,22 @@ def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
 
 
 def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:
-    """Convert a record's figures to name → step times."""
+    """Convert the entry ``turns_us`` of a record's figures to name → step times."""
     return {name: StepTimes(tuple(map(tuple, engines))) for name, engines in turns_us.items()}
 
 
 def figures_of(batch: int, context: int, steps: Mapping[str, StepTimes]) -> dict[str, Any]:
-    """Return step times for a record; context: mean cached tokens per row."""
+    """Return the figures of a record of step times.
+
+    batch: number of sequences.
+    context: mean number of cached tokens per sequence.
+    """
     turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
     return {"batch": batch, "context": context, "turns_us": turns}
 
 
 def step_shape(workload: Workload) -> tuple[int, int]:
-    """Return a workload's batch size, and its cached tokens per sequence at mid-run.
+    """Return a workload's batch size, and the cached tokens of a sequence halfway through its output.
 
     A text prompt counts as one token.
     """
@@ -89,7 +99,11 @@ def step_shape(workload: Workload) -> tuple[int, int]:
 
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
-    """Time every rung's step at a workload's batch size and mid-run context, in alternation."""
+    """Time the decode step of several rungs in alternation, and return the figures of a record.
+
+    workload: determines batch size and context, as in :func:`step_shape`.
+    effort: keyword arguments of :func:`measure_steps`.
+    """
     batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
@@ -102,16 +116,20 @@ def prompt_length(context: int) -> int:
 
 
 def room() -> int:
-    """Return the new tokens per sequence that a stretch needs."""
+    """Return how many new tokens per sequence a stretch needs."""
     return STRETCH + 2
 
 
 def measure_steps(
     makers: Mapping[str, MakeBench], engines: int = 3, seconds: float = 1.0, turns: int = TURNS
 ) -> dict[str, StepTimes]:
-    """Return step times by name, from ``seconds`` of steps per name, over all engines and ``turns`` each.
+    """Measure decode steps of several benches in alternation, and return name → step times.
 
-    makers: each builds a bench with ``room()`` new tokens per prompt of ``prompt_length(context)``.
+    makers: name → function that builds a bench with ``room()`` new tokens per prompt of
+        ``prompt_length(context)`` tokens.
+    engines: number of benches to build for each name, one after the other.
+    seconds: duration of the measured steps for each name, over all engines and turns.
+    turns: number of turns of each engine.
     """
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in makers}
     for _ in range(engines):
@@ -127,9 +145,9 @@ def measure_steps(
 
 
 def turn_us(bench: Bench, seconds: float) -> float:
-    """Return the mean µs per step of stretches that take ``seconds`` together; at least one stretch runs.
+    """Run stretches of steps for at least ``seconds``, and return their mean µs per step.
 
-    The bench has ``room()`` new tokens per prompt.
+    bench: must be able to generate ``room()`` tokens per prompt.
     """
     stretches: list[float] = []
     while not stretches or sum(stretches) < seconds:

@@ -1,4 +1,4 @@
-"""Read what a stretch of the engine's work did from a torch.profiler trace."""
+"""Record a call with torch.profiler, and read from the trace what the host and the device did."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 class Event:
     """One entry of the trace; times in µs.
 
-    kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation. ``started``:
-    when the host issued it, which for GPU work is the launch. ``n_bytes``: moved or allocated.
+    name: name of the kernel, operator or range.
+    kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation.
+    start, duration: when it runs, and for how long.
+    started: when the host issued it; for GPU work, the time of the launch.
+    n_bytes: bytes copied or allocated, otherwise 0.
     """
 
     name: str
@@ -51,13 +54,16 @@ class Event:
 
 
 class Trace:
-    """The events of one profiled call. Ranges are named by ``profile_range``."""
+    """The events of one profiled call, sorted by start."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return a dict for a record: each name once, and a line per event, times relative to the first.
+        """Return a dict for a record; :meth:`from_dict` reads it back.
+
+        names: each name once.
+        events: a line per event, with an index into ``names``, and times relative to the first event.
 
         Allocations are omitted.
         """
@@ -74,7 +80,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, list[str]]) -> Trace:
-        """Load a recorded trace."""
+        """Load a trace from the result of :meth:`as_dict`."""
         fields, names = map(str.split, figures["events"]), figures["names"]
         return cls(
             Event(names[int(name)], kind, float(start), float(duration), float(started), int(n_bytes))
@@ -88,7 +94,7 @@ class Trace:
         return [e for e in self.of("range") if name in (None, e.name)]
 
     def within(self, range_name: str) -> Trace:
-        """Return only what the host issued inside ranges of this name."""
+        """Return the trace of only those events that the host issued inside ranges of this name."""
         ranges = self.ranges(range_name)
 
         def inside(event: Event) -> bool:
@@ -98,7 +104,13 @@ class Trace:
         return Trace(filter(inside, self.events))
 
     def host_at(self, moments: Iterable[float]) -> list[str]:
-        """Return what the host does at each moment: the innermost engine range, or a synchronisation."""
+        """Return what the host does at each moment.
+
+        moments: times in µs.
+
+        Returns the last part of the innermost range's name, ``SYNC`` while the host waits for the device, or
+        ``OUTSIDE`` outside all ranges.
+        """
         at = np.array(list(moments))
         names = np.full(len(at), OUTSIDE, dtype=object)
         for event in sorted(self.ranges() + self.of("sync"), key=lambda e: (e.start, -e.duration)):
@@ -112,12 +124,12 @@ class Trace:
 
     @property
     def work(self) -> list[Event]:
-        """What runs on the GPU; on a CPU, the operators called from Python."""
+        """Kernels, copies and memsets on the GPU; on a CPU, the operators called from Python."""
         return [e for e in self.events if e.on_gpu] or self.of("op")
 
     @property
     def kernels(self) -> int:
-        """Number of kernels run on the GPU; on a CPU, of operators called from Python."""
+        """Number of kernels that ran on the GPU; on a CPU, number of operators called from Python."""
         return len(self.of("kernel" if self.on_gpu else "op"))
 
     @property
@@ -126,7 +138,7 @@ class Trace:
 
     @property
     def allocations(self) -> int:
-        """Number of tensor memory blocks taken from the allocator, host and device."""
+        """Number of memory blocks taken from the allocators of host and device."""
         return len(self.of("allocation"))
 
     @property
@@ -139,7 +151,7 @@ class Trace:
 
 
 def record_trace(run: Callable[[], object]) -> Trace:
-    """Profile one call of ``run``, after another that warms up the profiler."""
+    """Profile one call of ``run``, after a first call that warms up the profiler."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler reports its own start and stop
     gc.collect()  # torch warns if memory allocated earlier is freed under the profiler
     on_gpu = torch.cuda.is_available()

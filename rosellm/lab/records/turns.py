@@ -1,4 +1,4 @@
-"""Measure sides in alternation, so that temporary slowdowns of the machine affect all of them."""
+"""Measure things to compare in alternation, so that temporary slowdowns of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 def in_turns(sides: Mapping[Key, Callable[[], T]], turns: int, warm_up: bool = True) -> dict[Key, list[T]]:
-    """Return what each side's function returned in each turn, after an unmeasured turn."""
+    """Call each side's function once per turn, and return side → the results of its turns.
+
+    sides: the things to compare: name → function that measures it once.
+    warm_up: whether there is a first turn whose results are dropped.
+    """
     found: dict[Key, list[T]] = {side: [] for side in sides}
     for turn in range(turns + warm_up):
         for side, run in sides.items():
@@ -27,7 +31,10 @@ def in_turns(sides: Mapping[Key, Callable[[], T]], turns: int, warm_up: bool = T
 def runs_in_turns(
     sides: Mapping[str, Callable[[], dict[str, Any]]], repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Return each side's raw figures with medians and means, after one unmeasured run."""
+    """Measure sides as :func:`in_turns` does, after a warm-up turn.
+
+    Returns side → figures of every repeat, with medians and means.
+    """
     found = in_turns(sides, repeats)
     return {side: {"repeat_runs": repeats, **across_repeats(own)} for side, own in found.items()}
 

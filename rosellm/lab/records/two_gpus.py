@@ -1,7 +1,8 @@
-"""Measure the same workloads on one GPU and on two, alternating: tensor parallelism, and a replica on each.
+"""Measure the same workloads on one GPU and on two, in alternation: with tensor parallelism or replicas.
 
-On a CPU, processes and cores replace the GPUs. Engines of both sides exist at once; each side is warmed up,
-then they alternate. The records are MODEL/tensor_parallel-WORKLOAD.json and MODEL/replicas-WORKLOAD.json.
+On a CPU, processes that share the cores replace the GPUs. The engines of both sides exist at the same time;
+after a warm-up of each, their runs alternate. The records are MODEL/tensor_parallel-WORKLOAD.json and
+MODEL/replicas-WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ SPARE_KV_BLOCKS = 8
 
 
 def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
-    """Return model → workload → its record of one of ``KINDS`` on two such GPUs, for models with any."""
+    """Return model → workload → its record on two GPUs of the model of ``results``.
+
+    kind: one of ``KINDS``.
+
+    Models without such a record are omitted.
+    """
     found = {}
     for folder in sorted(two_gpus(results).folder.glob("*/")):
         own = Results(folder)
@@ -47,7 +53,7 @@ def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
 
 
 def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
-    """Return model → workload → side → figures of one of ``KINDS``."""
+    """Return model → workload → side → figures, from the records of :func:`recorded`."""
     return {
         model: {workload: record["figures"] for workload, record in records.items()}
         for model, records in recorded(results, kind).items()
@@ -55,7 +61,10 @@ def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:
-    """Measure a workload on both sides."""
+    """Measure a workload on one GPU and on two; yield the record and print the medians.
+
+    kind: one of ``KINDS``.
+    """
     figures = KINDS[kind](asked, workload)
     facts = {"model": asked.model, "model_shape": write_arch(asked.arch), "workload": workload}
     yield asked.record(NAME, **facts, flags=asked.workload(workload).flags(), figures=figures)
@@ -63,7 +72,7 @@ def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:
 
 
 def tensor_parallel(asked: Asked, workload: str) -> dict[str, Any]:
-    """Measure whole runs on one rank, and on two for each all-reduce."""
+    """Measure whole runs on one rank, and on two ranks with each way to all-reduce."""
     jobs = {"1": _job(asked, workload, 1, "library")}
     jobs |= {f"2 {way}": _job(asked, workload, 2, way) for way in asked["all_reduce"] or SUMS[asked.device]}
     figures: dict[str, Any] = runs_in_turns(
@@ -75,7 +84,10 @@ def tensor_parallel(asked: Asked, workload: str) -> dict[str, Any]:
 
 
 def _job(asked: Asked, workload: str, n_ranks: int, way: str) -> tuple[Callable[[Job], dict[str, Any]], Job]:
-    """Return the function that runs a job once, and the job."""
+    """Return a function that runs the job of a workload once, and the job.
+
+    way: value of the option ``--all-reduce``.
+    """
     more = "--mode", "offline", "--tensor-parallel-size", n_ranks, "--all-reduce", way
     options = BENCHMARK.parse_options(asked.benchmark_options(workload, *more))
     loaded = load_ranks(n_ranks, _load(asked), choose_recipe(options))
@@ -84,7 +96,7 @@ def _job(asked: Asked, workload: str, n_ranks: int, way: str) -> tuple[Callable[
 
 
 def replicas(asked: Asked, workload: str) -> dict[str, Any]:
-    """Measure ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
+    """Measure ``LLM.generate`` with one engine in this process, and with two engines as Ray actors."""
     options = BENCHMARK.parse_options(asked.benchmark_options(workload))
     prompts, params = make_prompts(options, asked.arch.vocab_size), request_params(options)
     lengths = [len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True)]
@@ -113,7 +125,12 @@ def replicas(asked: Asked, workload: str) -> dict[str, Any]:
 
 
 def _kv_blocks(lengths: list[int], together: int) -> int:
-    """Return KV blocks for the longest requests to run together; both sides share a GPU's memory."""
+    """Return the number of KV blocks with which the ``together`` longest requests can run at once.
+
+    It is limited because the engines of both sides share a GPU's memory.
+
+    lengths: tokens of each request.
+    """
     longest = sorted(lengths)[-together:]
     return sum(blocks_for(length, BLOCK_SIZE) for length in longest) + SPARE_KV_BLOCKS
 
@@ -122,12 +139,12 @@ KINDS = {TENSOR_PARALLEL: tensor_parallel, REPLICAS: replicas}
 
 
 def speeds(figures: dict[str, Any]) -> dict[str, float]:
-    """Return side ("1", a single GPU, first) → median new tokens per second of a workload's runs."""
+    """Return side → median new tokens per second; the first side is "1", a single GPU."""
     return {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
 
 
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:
-    """Describe a workload's medians in one line."""
+    """Describe the medians of a workload's runs in one line."""
     rates = speeds(figures)
     each = (f"{side}: {rate:,.0f} tok/s ({rate / rates['1']:.2f} ×)" for side, rate in rates.items())
     return f"{kind} {name}: {', '.join(each)}"

@@ -1,4 +1,4 @@
-"""What the committed records support about two rungs on each workload."""
+"""Decide from the committed records which of two rungs is faster on each workload."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WORKLOADS = ("W0", "W1", "W2", "W3", "W4", "W5")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One workload's whole-run tokens per second before and after, for every repeat.
+    """A comparison of two rungs by whole runs of one workload.
 
-    Only runs of one session are compared: ``ratio`` is NaN and ``change`` "–" if a side was not measured or
-    the sessions differ. ``sign`` is 0 unless the repeats are disjoint and the medians differ by more than
-    twice the larger spread of the repeats.
+    before, after: tokens per second of every repeat, of each rung; empty if it was not measured.
+    same_session: whether both were measured in one session. If not, they are not compared: ``ratio`` is then
+        NaN and ``change`` "–".
     """
 
     workload: str
@@ -45,6 +45,11 @@ class Verdict:
 
     @property
     def sign(self) -> int:
+        """1 if the second rung is faster, -1 if it is slower, and 0 if the repeats do not decide.
+
+        They decide if the two ranges of repeats are disjoint and the medians differ by more than twice the
+        larger range.
+        """
         if not self.is_comparable:
             return 0
         apart = min(self.after) > max(self.before) or max(self.after) < min(self.before)
@@ -69,7 +74,7 @@ class Verdict:
 def verdicts(
     results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS
 ) -> list[Verdict]:
-    """Return the recorded repeats of both rungs on each workload; [] for a rung not measured on it."""
+    """Return a comparison of the rungs ``before`` and ``after`` for each workload."""
 
     def verdict(workload: str) -> Verdict:
         there = results.rungs(workload)
@@ -81,5 +86,5 @@ def verdicts(
 
 
 def _commit(results: Results, workload: str, rung: str) -> str | None:
-    """Return the record's commit, which identifies its session: sessions of a GPU never share one."""
+    """Return the commit of a record; it identifies the session, since sessions of a GPU never share one."""
     return results.record(workload, rung)["environment"]["git_commit"]

@@ -24,7 +24,7 @@ from rosellm.roseinfer.engine import Engine
 
 
 def _module(name: str) -> Any:
-    """Import a module of ``rosellm.bench``, which older versions have in ``rosellm.roseinfer``."""
+    """Import the module ``name`` of ``rosellm.bench``, or of the package in which older versions have it."""
     for package in ("rosellm.bench", "rosellm.roseinfer.bench", "rosellm.roseinfer"):
         with suppress(ModuleNotFoundError):
             return import_module(f"{package}.{name}")
@@ -48,7 +48,10 @@ def prepare(form: str, argv: list[str]) -> tuple[Run, Engine]:
 
 
 def sample(run: Run, seconds: float) -> dict[str, Any]:
-    """Return tokens per second over all runs, the completion tokens of each run, and the token digests."""
+    """Run at least once, and until the runs took ``seconds`` in total; return their figures.
+
+    ``tok_s`` is over all runs; ``tokens_sha256`` contains the distinct digests of the generated tokens.
+    """
     runs = [run()]
     while sum(one["total_time_s"] for one in runs) < seconds:
         runs.append(run())
@@ -62,7 +65,12 @@ def sample(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def answers(form: str, argv: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield what is to be printed: the engine's facts, then a sample for each line of standard input."""
+    """Yield the lines to print: the engine's facts, then a sample for each line of standard input.
+
+    form, argv: the benchmark's form and options.
+
+    After a ``RoseError``, yields its text as ``error`` and ends.
+    """
     try:
         run, engine = prepare(form, argv)
         package = str(Path(rosellm.__file__).parent)
@@ -74,7 +82,7 @@ def answers(form: str, argv: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answer until standard input ends; nothing else is printed to standard output."""
+    """Print the answers until standard input ends; other output to standard output is discarded."""
     out = sys.stdout
     with redirect_stdout(StringIO()):
         for answer in answers(sys.argv[1], sys.argv[2:]):

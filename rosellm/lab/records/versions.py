@@ -1,8 +1,9 @@
-"""Measure whether this checkout's engine is as fast as an earlier commit's: alternating whole runs.
+"""Measure whether this checkout's engine is as fast as that of an earlier commit, by alternating whole runs.
 
-Each side of a workload is a process with the package of its commit, its own best rung and an engine for the
-workload; samples of a second or more of whole runs alternate. Both must generate equally many tokens; the
-output says whether they are the same tokens, which may differ in 16 bits with the order of summation.
+For each workload, each of the two versions runs in a process that imports the package of its commit and
+builds an engine with that version's best rung. Samples alternate; each consists of whole runs that take a
+second or more. Both versions must generate equally many tokens. The output says whether the tokens are the
+same; in 16-bit dtypes they may differ, because the order of summation does.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
 
 
 class Side:
-    """A process that runs a benchmark with the package in ``folder``.
+    """A process that runs a benchmark with one version of the package.
 
-    Raises RoseError if the process ends prematurely.
+    name: of the side, for error messages.
+    folder: contains the package.
+    form, options: the benchmark, "scheduler" or "streaming", and its command-line options.
+
+    Methods raise RoseError if the process has failed or ended.
     """
 
     def __init__(self, name: str, folder: Path, form: str, options: list[str]) -> None:
@@ -51,14 +56,17 @@ class Side:
         )
 
     def engine(self) -> dict[str, Any]:
-        """Wait until it has served the requests once; return its rung and KV blocks."""
+        """Wait until the process has served the requests once; return its rung and number of KV blocks.
+
+        Raises RoseError if it imported another package than the one in ``folder``.
+        """
         answer = self._answer()
         if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
             raise RoseError(f"the {self._name} side imports {package}, not its own package")
         return answer
 
     def sample(self, seconds: float) -> dict[str, Any]:
-        """Run at least once, and until the runs take ``seconds`` in total; return their figures."""
+        """Let the process run at least once, until its runs took ``seconds`` in total; return the figures."""
         print(seconds, file=cast(IO[str], self._process.stdin), flush=True)
         return self._answer()
 
@@ -79,7 +87,7 @@ class Side:
 
 @contextmanager
 def package_of(commit: str) -> Iterator[Path]:
-    """Yield a folder with the package as of a commit. Raises RoseError if git does not have it."""
+    """Yield a temporary folder that contains the package at a commit; raise RoseError if git lacks it."""
     archive = _git("archive", commit, "rosellm")
     with TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
@@ -88,7 +96,7 @@ def package_of(commit: str) -> Iterator[Path]:
 
 
 def full_hash(revision: str) -> str:
-    """Return the commit that a revision names. Raises RoseError if there is none."""
+    """Return the full hash of the commit that a revision names; raise RoseError if there is none."""
     return _git("rev-list", "--max-count=1", "--end-of-options", revision).decode().strip()
 
 
@@ -104,7 +112,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def measure(asked: Asked) -> Iterator[Record]:
-    """Sample each workload on both sides; print the result after each."""
+    """Measure each workload with both versions; print the result after each."""
     facts = {"model": asked.model, "load_format": asked.load_format, "size": asked.size.name}
     begun = asked.record(NAME, **facts, old_commit=full_hash(asked["old"]), figures={})
     with package_of(begun["old_commit"]) as old:
@@ -114,9 +122,11 @@ def measure(asked: Asked) -> Iterator[Record]:
 
 
 def measure_workload(asked: Asked, packages: Mapping[str, Path], workload: str) -> dict[str, dict[str, Any]]:
-    """Return side → its engine and samples.
+    """Measure one workload with both versions; return side → facts about its engine, and its samples.
 
-    Raises RoseError if the sides' KV caches or their numbers of generated tokens differ.
+    packages: side → folder that contains its package.
+
+    Raises RoseError if the KV caches of the two differ in size, or their runs in the number of tokens.
     """
     form = ALL_WORKLOADS[workload].form
     options = asked.benchmark_options(workload, "--paged-attn", "--cuda-graph")  # each side's best rung
@@ -141,12 +151,12 @@ def _check_caches(workload: str, blocks: Mapping[str, int]) -> None:
 
 
 def all_of(name: str, figures: Mapping[str, Mapping[str, Any]]) -> set[Any]:
-    """Return the values of a figure over all samples of both sides."""
+    """Return the distinct values of a list-valued figure over all samples of both sides."""
     return {value for side in figures.values() for one in side["repeats"] for value in one[name]}
 
 
 def told(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describe a workload's medians in one line, and whether all runs gave the same tokens."""
+    """Describe in one line the medians of a workload, and whether all runs generated the same tokens."""
     old, new = (figures[side]["medians"]["tok_s"] for side in (OLD, NEW))
     tokens = "the same tokens" if len(all_of("tokens_sha256", figures)) == 1 else "not always the same tokens"
     return f"{name}, tok/s: {OLD} {old:,.0f}, {NEW} {new:,.0f} ({percent_change(old, new)}), {tokens}"

@@ -1,4 +1,4 @@
-"""A step that records its requests and their durations."""
+"""Record which steps an engine runs, and how long each takes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from rosellm.roseinfer.steps.step import Step
 
 @dataclass(slots=True)
 class Begun:
-    """A decode of ``rows`` sequences, or a prefill of ``tokens`` tokens of that many.
+    """One step of an engine.
 
-    cached: previously cached tokens of all rows together; longest: of one row. began: start by
-    ``perf_counter``; seconds: duration by the engine's clock, once it has ended.
+    kind: "decode" or "prefill".
+    rows: number of sequences.
+    tokens: tokens that the step computes, of all sequences together.
+    cached: tokens that were cached before the step, of all sequences together.
+    longest: tokens that were cached before the step, of the longest sequence.
+    began: when the host began the step, by ``perf_counter``.
+    seconds: duration by the engine's clock (on a GPU, the device's); 0 until the step has ended.
     """
 
     kind: Literal["decode", "prefill"]
@@ -33,7 +38,7 @@ class Begun:
 
 
 class WatchedStep:
-    """A wrapper of ``step`` that records finished requests in ``begun``, in order."""
+    """A wrapper of an engine's step that appends each finished decode or prefill to ``begun``, in order."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -69,7 +74,10 @@ class WatchedStep:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[list[Begun]]:
-    """Yield the steps of an engine in the order in which they ended; it must be idle before and after."""
+    """Record the steps that an engine runs during the context.
+
+    Yields a list to which each step is appended when it ends. The engine must be idle before and after.
+    """
     step = engine.step
     watch = WatchedStep(step)
     engine.step = cast("Step", watch)
