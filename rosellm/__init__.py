@@ -1,8 +1,8 @@
 """RoseLLM: an LLM inference engine to learn from, measure and push.
 
-Importing the package decides how Triton kernels run: without CUDA they are interpreted on the CPU, by an
-environment variable that Triton reads on import. Import ``rosellm`` before anything that imports Triton
-(``transformers`` model classes do).
+Without CUDA, importing the package sets an environment variable that makes Triton interpret kernels on the
+CPU. Triton reads it on import, so import ``rosellm`` before anything that imports Triton, such as the model
+classes of ``transformers``.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Atomic file writes."""
+"""Write files atomically."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file next to ``path``, which it atomically replaces on success.
+    """Yield the path of a temporary file that replaces the file at ``path`` when the context ends.
 
-    Readers see either the old file or the complete new one, whenever the writer is stopped. Raises
-    ``OSError`` as writing does; the old file then stays, and nothing else is left behind.
+    The replacement is atomic: readers see the old file or the complete new one, even if the process is killed
+    meanwhile. If the context raises an error, the old file stays and the temporary file is removed. Raises
+    ``OSError`` if the file cannot be written.
     """
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -24,6 +25,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, atomically."""
+    """Write ``text`` to the file at ``path`` as UTF-8, atomically."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

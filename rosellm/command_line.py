@@ -1,4 +1,4 @@
-"""Shared by all commands: one-line errors, help with defaults, bounded integer options."""
+"""Code that all commands share: one-line errors, help with defaults, bounded integer options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER = "a smaller batch, fewer KV blocks or a smaller model"
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
-    """Appends each option's default to its help, unless the help mentions it or there is none."""
+    """A help formatter that appends each option's default, unless the help mentions a default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -36,14 +36,14 @@ class HelpWithDefaults(argparse.HelpFormatter):
 
 
 def _shown(default: object) -> str:
-    """Format a default as typed on the command line."""
+    """Format a default as a user would type it on the command line."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a usage error in one line on stderr and exits with status 2."""
+    """A parser that reports a usage error in one line on stderr and exits with status 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpWithDefaults, **options)
@@ -53,7 +53,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class ScreenParser(OneLineParser):
-    """A parser whose ``--help`` fits a screen: ``--help-all`` adds the groups ``details`` and the epilog."""
+    """A parser whose ``--help`` fits on a screen.
+
+    details: titles of the option groups that only ``--help-all`` shows, as it alone shows the epilog.
+    """
 
     def __init__(self, details: tuple[str, ...], **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +83,7 @@ class _HelpAll(argparse.Action):
 
 
 def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
-    """Return an argparse type: an integer from ``low`` to ``high``."""
+    """Return an argparse type that accepts an integer from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         try:
@@ -97,21 +100,27 @@ def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
 
 
 def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
-    """Return an argparse type: comma-separated integers from 1 to ``high``."""
+    """Return an argparse type that accepts comma-separated integers from 1 to ``high``."""
     one = whole_number(1, high)
     return lambda text: tuple(map(one, text.split(",")))
 
 
 class Main(Protocol):
-    """Runs a command and returns its exit status; ``argv=None`` reads the command line."""
+    """A command's entry point, which returns its exit status.
+
+    argv: the arguments; None means those of the command line.
+    """
 
     def __call__(self, argv: list[str] | None = None) -> int: ...
 
 
 def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SMALLER) -> Main:
-    """Turn ``body`` into a command's ``main``: user errors become one line on stderr and exit status 2.
+    """Turn ``body`` into a command's ``main``, which prints user errors in one line on stderr.
 
-    out_of_memory: what to suggest when memory runs out.
+    body: runs the command; its ``argv`` may be None, which means the command line.
+    out_of_memory: what the user is advised to ask for when memory runs out.
+
+    The exit status is 0, or 2 after a user error, or 130 after Ctrl-C.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -135,13 +144,13 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
 
 
 def _take_over_interrupts() -> None:
-    """Make Ctrl-C raise ``KeyboardInterrupt``; during imports it ends the process instead."""
+    """Make Ctrl-C raise ``KeyboardInterrupt``, if it still ends the process as it does during imports."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def as_typed(message: str) -> str:
-    """Rewrite options named as Python arguments to their command-line form: ``--device cpu``."""
+    """Rewrite Python arguments in ``message`` as options: ``device='cpu'`` becomes ``--device cpu``."""
     return OPTION.sub(lambda option: f"--{option[1].replace('_', '-')} {option[2]}", message)
 
 
@@ -151,6 +160,6 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether Python, numpy or torch failed to allocate memory, or overflowed computing its size."""
+    """Return whether Python, numpy or torch could not allocate memory, or a size in bytes overflowed."""
     told = ("allocate memory", "Storage size calculation overflowed")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(t in str(error) for t in told)

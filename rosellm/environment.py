@@ -1,4 +1,4 @@
-"""The environment of a measurement: hardware, versions and commit, stored in every record."""
+"""Describe the environment of a measurement, for its record: hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return hardware, versions, git commit (None outside a checkout) and UTC time of a measurement."""
+    """Return the hardware, software versions, git commit and UTC time of a measurement on ``device``.
+
+    The commit is None outside a checkout, unless the variable ROSELLM_COMMIT names one.
+    """
     is_gpu = device.type == "cuda"
     return {
         "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
@@ -58,9 +61,9 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, str | bool | None]:
-    """Return the commit of the checkout that holds the package, and whether tracked files differ from it.
+    """Return the commit of the package's checkout, and whether tracked files differ from that commit.
 
-    If the package was copied without its history, ROSELLM_COMMIT can name the commit it was copied from.
+    If the package was copied without its history, the variable ROSELLM_COMMIT can name the commit.
     """
     git = ("git", "-C", str(CHECKOUT))
     commit = first_line_of(*git, "rev-parse", "--verify", "HEAD") if (CHECKOUT / ".git").exists() else None
@@ -71,7 +74,7 @@ def _git_state() -> dict[str, str | bool | None]:
 
 
 def first_line_of(*command: str) -> str | None:
-    """Return the first line of a command's output; None if the command is missing or fails."""
+    """Return the first line of a command's output; None if it is missing, fails or takes over 10 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

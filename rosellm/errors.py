@@ -1,4 +1,4 @@
-"""Errors that a user can cause; commands print them in one line and exit with status 2."""
+"""Errors that a user can cause; a command prints the error in one line and exits with status 2."""
 
 from reprlib import Repr
 from traceback import format_exception_only
@@ -14,7 +14,7 @@ class RoseError(ValueError):
 
 
 class CheckpointError(RoseError):
-    """A checkpoint or tokenizer that is missing, incomplete, corrupt or of another model family."""
+    """A checkpoint or tokenizer that is missing, incomplete, corrupt or of an unsupported model family."""
 
 
 class RecipeError(RoseError):
@@ -26,7 +26,7 @@ class DeviceError(RoseError):
 
 
 class OptionError(RoseError):
-    """An option of the engine outside its range."""
+    """An option of the engine whose value is out of range."""
 
 
 class SamplingError(RoseError):
@@ -38,27 +38,27 @@ class PromptError(RoseError):
 
 
 class OverloadError(RoseError):
-    """The scheduler's request limit is reached; try again later."""
+    """A request beyond the scheduler's limit; it can be submitted again later."""
 
 
 class BusyError(RoseError):
-    """The engine is in use by another scheduler; only one may run it at a time."""
+    """An attempt to use an engine that another scheduler is running; only one may run it at a time."""
 
 
 class RankError(RoseError):
-    """A rank of a tensor-parallel engine died, hung or failed; the engine has ended."""
+    """The death, hang or failure of a rank of a tensor-parallel engine; the engine has ended."""
 
 
 class KVCacheExhausted(RoseError):
-    """No free KV block is left; the cache is unchanged."""
+    """A lack of free KV blocks; the cache is unchanged."""
 
 
 class ClusterError(RoseError):
-    """Ray is missing, too old or does not answer, or all replicas on it have died."""
+    """A Ray that is missing, too old or does not answer, or the death of all replicas."""
 
 
 class OneLine(Repr):
-    """Formats any object's ``repr`` in one line, abbreviating long lists, strings and arrays."""
+    """A formatter of any object's ``repr`` in one line, which abbreviates long lists, strings and arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OneLine(Repr):
         self.maxstring = self.maxlong = self.maxother = LONGEST_TOLD
 
     def repr1(self, x: Any, level: int) -> str:
-        """Like the base method, which dispatches on the type's name, but only for built-in types."""
+        """Format ``x`` by type name, as the base class does, but only for built-in types."""
         if isinstance(x, int) and x.bit_length() > LONGEST_TOLD_BITS:
             return f"an integer of {x.bit_length()} bits"
         if type(x).__module__ != "builtins":
@@ -81,7 +81,7 @@ _one_line = OneLine()
 
 
 def describe(value: object) -> str:
-    """Format ``value`` for an error message, in one line of at most ``LONGEST_TOLD`` characters.
+    """Format ``value`` for an error message, in one line of limited length.
 
     A huge integer is described by its size, since Python refuses to print thousands of digits. An exception
     is shown as its type and the first line of its message, even if its ``__str__`` fails.
@@ -92,6 +92,6 @@ def describe(value: object) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Abbreviate the middle of a text longer than ``longest``."""
+    """Replace the middle of a text longer than ``longest`` characters by dots."""
     half = (longest - len("...")) // 2
     return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"

@@ -1,4 +1,4 @@
-"""Keep garbage collection short while an engine runs."""
+"""Shorten garbage collection while an engine runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class _Freezes:
-    """The number of active callers; the garbage collector is shared by the whole process."""
+    """The number of active contexts in the process, whose threads share one garbage collector."""
 
     lock, count = Lock(), 0
 
@@ -18,9 +18,9 @@ class _Freezes:
 def frozen_heap() -> Iterator[None]:
     """Exclude existing objects from garbage collection within the context (``gc.freeze``).
 
-    A full collection visits every object: with torch and transformers imported it takes about 0.1 s, during
-    which all requests wait. Objects made within the context are collected as usual. May be nested, and used
-    in several threads; leaving the last context also undoes a ``gc.freeze`` by the caller.
+    A full collection visits every object. With torch and transformers imported, it takes about 0.1 s, during
+    which all requests wait. Objects made within the context are collected as usual. Contexts may be nested
+    and used in several threads; leaving the last one also undoes a ``gc.freeze`` by the caller.
     """
     with _Freezes.lock:
         _Freezes.count += 1

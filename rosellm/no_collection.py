@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class _Pauses:
-    """The number of active callers, and whether the collector was enabled before the first."""
+    """The number of active contexts, and whether the collector was enabled before the first began."""
 
     lock, count, was_enabled = Lock(), 0, True
 
@@ -18,9 +18,9 @@ class _Pauses:
 def no_collection() -> Iterator[None]:
     """Disable garbage collection, on any thread, within the context.
 
-    A dropped engine may be garbage with CUDA graphs; destroying one on a thread that is capturing another
-    makes that capture fail. May be nested, and used in several threads; leaving the last context enables the
-    collector again if it was enabled before.
+    A collection may destroy the CUDA graphs of an unused engine. If this happens on a thread that is
+    capturing another graph, the capture fails. Contexts may be nested and used in several threads; leaving
+    the last one enables the collector again if it was enabled before.
     """
     with _Pauses.lock:
         if not _Pauses.count:

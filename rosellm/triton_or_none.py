@@ -1,6 +1,6 @@
-"""Triton and its language or, if not installed, stand-ins that raise when a kernel is launched.
+"""Triton and its language or, without Triton, stand-ins that raise an error when a kernel is launched.
 
-Triton is available on Linux only. Elsewhere kernels are still defined, and their torch versions run instead.
+Triton is available on Linux only. Elsewhere kernels can be defined, but their torch versions run instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NO_TRITON = "Triton (Linux only) is not installed; use device='cpu' with the tor
 
 
 class _Absent:
-    """Stands in for Triton: attributes and decorators work; launching a kernel raises ``RecipeError``."""
+    """A stand-in for Triton: attributes and decorators work; launching a kernel raises ``RecipeError``."""
 
     def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):

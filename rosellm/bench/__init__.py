@@ -1,1 +1,1 @@
-"""What the benchmark commands share."""
+"""The benchmark commands, and the code that they share."""

@@ -1,4 +1,4 @@
-"""Arrival times of requests, random or from a trace, and figures of the run that serves them."""
+"""Arrival times of requests, random or from a trace, and figures of how the requests were served."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later
 LIMITS = {"seconds": (0, DAY_S), "prompt_tokens": (1, MOST_TOKENS), "new_tokens": (1, INT32_MAX)}
-N_SAMPLES = 200  # samples of the queue's length per run
+N_SAMPLES = 200  # times per run at which the queue's length is sampled
 
 
 class Arrival(NamedTuple):
-    """A request of a trace: its arrival in seconds from the start, and its token counts."""
+    """A request of a trace: when it arrives, in seconds from the start, and its token counts."""
 
     seconds: float
     prompt_tokens: int
@@ -35,13 +35,13 @@ class Arrival(NamedTuple):
 
 
 def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
-    """Draw a Poisson process of ``rate`` requests per second; times in seconds, the first at 0."""
+    """Draw arrival times of a Poisson process, in seconds, the first at 0; rate: requests per second."""
     gaps = np.random.default_rng([seed, n_requests]).exponential(1 / rate, size=n_requests)
     return (np.cumsum(gaps) - gaps[0]).tolist()
 
 
 def read_trace(text: str) -> list[Arrival]:
-    """An argparse type: read a file's arrivals, sorted by time.
+    """Read the file named ``text`` and return its arrivals, sorted by time (an argparse type).
 
     Each line is a JSON object with the fields of ``Arrival``, or the file is CSV with a header that names
     them. Other fields and blank lines are skipped.
@@ -61,7 +61,7 @@ def read_trace(text: str) -> list[Arrival]:
 
 
 def _arrival(number: int, row: Any) -> Arrival:
-    """Check one row; ``number`` counts requests from 1."""
+    """Convert a row of a trace; raise ``ValueError``, with the row's ``number``, if it is invalid."""
     try:
         values = {name: float(row[name]) for name in LIMITS}
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -83,7 +83,7 @@ def submit_by_deadline(
 ) -> list[float]:
     """Call ``submit(i)`` at ``times[i]`` seconds from now; return how late each call was, in seconds.
 
-    A late call is made at once, and does not delay later ones.
+    A call that is already late is made at once; later calls keep their times.
     """
     start, lags = clock(), []
     for i, due in enumerate(times):
@@ -97,7 +97,9 @@ def submit_by_deadline(
 def queue_over_time(requests: list[RequestMetrics], start: float, end: float) -> dict[str, list[float]]:
     """Sample how many requests wait for their first token and how many are in flight, N_SAMPLES times.
 
-    start, end: of the run, in ``perf_counter`` seconds; ``queue_times_s`` are relative to the start.
+    start, end: when the run started and ended, in ``perf_counter`` seconds.
+
+    The returned ``queue_times_s`` are relative to the start.
     """
     samples = np.linspace(start, end, N_SAMPLES)
     columns = zip(*((one.arrival, one.token_times[0], one.token_times[-1]) for one in requests), strict=True)
@@ -116,10 +118,12 @@ def goodput(
     ttft_limit: float = math.inf,
     itl_limit: float = math.inf,
 ) -> dict[str, float]:
-    """Return the requests per second that meet both limits (in seconds), and their share.
+    """Return how many requests per second meet both limits, and the share of requests that do.
 
-    TTFT is measured from when the request was due, ``lags`` before its submission; every gap between two
-    tokens must be within ``itl_limit``.
+    lags: seconds from when each request was due to its submission.
+    seconds: length of the run.
+    ttft_limit: maximum seconds from when a request was due to its first token.
+    itl_limit: maximum seconds between any two successive tokens of a request.
     """
     good = 0
     for one, lag in zip(requests, lags, strict=True):
@@ -129,10 +133,11 @@ def goodput(
 
 
 def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Return inter-token latencies in seconds during the last request's prefill, and outside it.
+    """Return the other requests' inter-token latencies during the last request's prefill and outside it.
 
-    A gap is "beside" the prefill if it overlaps the time from that request's arrival to its token, else
-    "apart". Raises ``RoseError`` if no gap is beside it; if none is apart, those figures are None.
+    A gap between two tokens is "beside" the prefill if it overlaps the time from the last request's arrival
+    to its first token, else "apart". Times are in seconds. Figures of gaps apart are None if there are no
+    such gaps; raises ``RoseError`` if no gap is beside the prefill.
     """
     *running, long = outputs
     begin, end = long.metrics.arrival, long.metrics.token_times[0]

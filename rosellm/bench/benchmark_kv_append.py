@@ -40,7 +40,13 @@ MOST_ROWS = 1 << 40
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's cache and append: B tokens, H heads of D, blocks of BLOCK_SIZE tokens."""
+    """The sizes of one layer's cache and of an append.
+
+    batch: number of tokens to append, B.
+    n_heads: number of key/value heads, H.
+    head_dim: head size, D.
+    block_size: tokens per block, BLOCK_SIZE.
+    """
 
     batch: int
     n_heads: int
@@ -56,17 +62,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """Inputs and outputs of one call; row b goes to slot ``pos`` of its own block ``block_idx[b]``."""
+    """Inputs and outputs of one append, which writes row b to slot ``pos`` of the block ``block_idx[b]``.
+
+    batch_idx, block_idx, pos_tensor: ``[B]`` int32; ``pos_tensor`` holds ``pos`` for every row.
+    """
 
     caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
     news: dict[str, Tensor]  # key_new, value_new [B, H, D]
-    batch_idx: Tensor  # [B] int32, like the next two
+    batch_idx: Tensor
     block_idx: Tensor
     pos_tensor: Tensor
     pos: int
 
     def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
-        """Return a call of ``variant`` without arguments; its index tensors are made beforehand."""
+        """Return a function without arguments that calls ``variant``; index tensors are made beforehand."""
         blocks = {"block_idx": self.block_idx}
         index = {"batch_idx": self.batch_idx, **blocks, "pos": self.pos_tensor}
         calls: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -83,14 +92,14 @@ VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
 
 
 def make_caches(shape: Shape) -> dict[str, Tensor]:
-    """Return a layer's K and V cache, filled with NaN, which marks unwritten slots."""
+    """Return a layer's K and V caches, filled with NaN to mark slots that are never written."""
     sizes = shape.batch, shape.n_heads, shape.block_size, shape.head_dim
     empty = torch.full(sizes, torch.nan, dtype=shape.dtype, device=shape.device)
     return {"k_cache_layer": empty, "v_cache_layer": empty.clone()}
 
 
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
-    """Return operand sets that share no slot and no input; one cache serves BLOCK_SIZE of them."""
+    """Return ``n_sets`` operand sets without common slots or inputs; BLOCK_SIZE sets share one cache."""
     device, generator = shape.device, torch.Generator(device=shape.device).manual_seed(seed)
     new = partial(torch.randn, shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, device=device)
     sets = []
@@ -120,8 +129,8 @@ def seconds_per_call(
 ) -> list[float]:
     """Return seconds per call, one value per repeat of all calls, after one repeat that is not timed.
 
-    on_device: device time of replays of a CUDA graph of all calls; else wall time of calls from Python until
-    the device is idle.
+    on_device: if True, measure device time of replays of a CUDA graph of all calls; otherwise measure wall
+        time of calls from Python until the device is idle.
     """
 
     def run() -> None:
@@ -142,14 +151,19 @@ def seconds_per_call(
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
-    """Return bytes per second, reads plus writes, of a ``COPY_BYTES`` copy; one value per repeat."""
+    """Return bytes per second, read plus written, of copying ``COPY_BYTES``; one value per repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     copy = partial(torch.zeros_like(source).copy_, source)
     return [2 * COPY_BYTES / s for s in seconds_per_call([copy], repeats, device, device.type == "cuda")]
 
 
 def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Return one row per variant: raw times and medians in seconds, and the floor."""
+    """Measure every variant at one shape; return one row of the record for each.
+
+    bandwidth: bytes per second of a copy, from which the floor is computed.
+
+    Times are in seconds. Raises ``AssertionError`` if a variant differs from the specification.
+    """
     device = shape.device
     sets = make_operands(shape, max(2, -(-ROTATED_BYTES[device.type] // shape.bytes_moved)))
     size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
@@ -170,7 +184,7 @@ def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float
 
 
 def measure(options: Namespace) -> dict[str, Any]:
-    """Measure, print, and return the record."""
+    """Measure all batch sizes, print the results, and return the record."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     kernels = choose_kernels("auto", "fixed", device)
@@ -196,7 +210,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
-    """Format the generic append's speedup over ``index_put`` at one batch size."""
+    """Format the generic append's speedup over ``index_put`` from the rows of one batch size."""
     way = gain_way(rows)
     seconds = {row["variant"]: row["medians_s"][way] for row in rows}
     baseline, triton = seconds["index_put"], seconds["generic"]
@@ -205,12 +219,12 @@ def gain_line(rows: list[dict[str, Any]]) -> str:
 
 
 def gain_way(rows: list[dict[str, Any]]) -> str:
-    """Return the timing method that speedups refer to: device time if available."""
+    """Return the key of the times that speedups are computed from: device times if available."""
     return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Format microseconds per call, speedup over ``index_put`` at the same batch size, and the floor."""
+    """Format a table of µs per call, speedup over ``index_put`` at the same batch size, and floor."""
     ways, way = list(rows[0]["medians_s"]), gain_way(rows)
     baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
     titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)

@@ -47,10 +47,10 @@ Run = tuple[list[list[int]], dict[str, Any]]  # a measured run's tokens, and its
 def run_in_turns(
     rivals: dict[str, Rival], task: Task, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, list[Run]]:
-    """Run every rival once, then again, and so on; return the runs of each after its warm-up runs.
+    """Run all rivals in alternation; return the measured runs of each, after its warm-up runs.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes: the peak allocated on the GPU by
-    this process, other rivals' models included, or None if another process allocates it. Raises
+    this process, including other rivals' models, or None if another process allocates it. Raises
     ``RuntimeError`` if a rival ends a request early, which would make it look fast.
     """
     n_turns = warmup_runs + repeat_runs
@@ -73,7 +73,7 @@ def _timed_run(rival: Rival, task: Task) -> Run:
 def measure_workload(
     task: Task, names: list[str], config: Arch, warmup_runs: int, repeat_runs: int
 ) -> list[dict[str, Any]]:
-    """Return one record per rival, in the order of ``names``; the rivals are closed afterwards."""
+    """Start the rivals, measure them, close them, and return a record for each, in the order of ``names``."""
     with ExitStack() as cleanup:
         cleanup.callback(_free_memory)
         rivals: dict[str, Rival] = {}
@@ -102,19 +102,19 @@ def measure_workload(
 
 
 def _share_equal(mine: list[Run], theirs: list[Run]) -> float:
-    """Return the share of equal tokens, position by position, in two rivals' first measured runs."""
+    """Return the share of positions at which two rivals' first measured runs have equal tokens."""
     ours, others = (np.array(list(chain.from_iterable(runs[0][0]))) for runs in (mine, theirs))
     return float(np.mean(ours == others))
 
 
 def _free_memory() -> None:
-    """Free one workload's rivals before the next ones are loaded."""
+    """Free the memory of closed rivals before those of the next workload are loaded."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Format median, lowest and highest tokens/s per record, and the ratio to the first rival."""
+    """Format per record the median, lowest and highest tokens/s, and the ratio to the first rival."""
     lines = [f"{'':4} {'rival':14} {'tokens/s':>11} {'lowest':>11} {'highest':>11} {'ratio':>7}"]
     first: dict[str, float] = {}
     for record in records:
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -> Task:
-    """Return ``task`` with a workload's sizes and prompts; raise ``PromptError`` if they are too long."""
+    """Return ``task`` with the sizes and prompts of a workload; raise ``PromptError`` for long prompts."""
     options = workload_options(task.options, name)
     most_tokens(options, tokenizer, config.n_positions)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
@@ -159,7 +159,7 @@ def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -
 
 
 def _measure_and_write(task: Task, config: Arch) -> list[dict[str, Any]]:
-    """Return a workload's records, writing them as soon as it is measured."""
+    """Measure one workload, write its records if requested, and return them."""
     options = task.options
     each = f"{options.num_requests} requests, {options.max_new_tokens} new tokens each"
     rivals = ", ".join(options.rival)
@@ -171,14 +171,14 @@ def _measure_and_write(task: Task, config: Arch) -> list[dict[str, Any]]:
 
 
 def workload_options(options: Namespace, name: str) -> Namespace:
-    """Return the command's options with the sizes of workload ``name``, except overridden ones."""
+    """Return the command's options with the sizes of workload ``name``, except for overridden sizes."""
     given = {key: value for key, value in vars(options).items() if key != "workloads"}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
     return Namespace(**(given | FIXED | {"workload": name} | ALL_WORKLOADS[name].flags() | overrides))
 
 
 def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: comma-separated names, each one of ``known``, without repeats."""
+    """Return an argparse type that accepts comma-separated names of ``known``, without repeats."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")

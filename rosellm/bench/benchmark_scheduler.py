@@ -29,9 +29,11 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 def run_scheduler(job: Job, mode: str = "online") -> dict[str, Any]:
     """Serve the job's requests once; return the figures of the run.
 
-    mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
-    requests arrive at once). Text prompts are tokenized within the measured time. Times are in seconds,
-    throughputs in tokens per second, memory in bytes.
+    mode: "naive" serves one request after another, each timed from its own start; in "offline" and "online",
+        all requests arrive at once, at ``OfflineScheduler.run`` or at single calls of ``step``.
+
+    Text prompts are tokenized within the measured time. Times are in seconds, throughputs in tokens per
+    second, memory in bytes.
     """
     engine = job.engine
     prepare_run(engine)
@@ -60,7 +62,7 @@ Prompts = list[list[int]]
 
 
 class _Scheduler(OfflineScheduler):
-    """A scheduler that records the seconds of each of its decode steps."""
+    """A scheduler that records how many seconds each decode step took."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
         super().__init__(engine, config)

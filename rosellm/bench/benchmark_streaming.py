@@ -52,9 +52,12 @@ DAY_MS = 1000 * DAY_S
 class StreamingLoad:
     """How requests arrive, how text is delivered, and the latency limits for goodput.
 
-    times: when each request is due, in seconds from the start; None: all at once. ttft_limit_s and
-    itl_limit_s: as in ``arrivals.goodput``. ends_with_long_prompt: the last request is the long prompt whose
-    effect on the others' ITL is measured.
+    tokenize_workers: number of threads that tokenize; 0 means the submitting thread.
+    stream_interval: number of tokens delivered at a time.
+    times: when each request is due, in seconds from the start; None means all at once.
+    ttft_limit_s, itl_limit_s: as in ``arrivals.goodput``.
+    ends_with_long_prompt: whether the last request is the long prompt whose effect on the other requests'
+        ITL is measured.
     """
 
     tokenize_workers: int = 0
@@ -105,7 +108,7 @@ def run_streaming(job: Job, load: StreamingLoad = AT_ONCE) -> dict[str, Any]:
 def _submit(
     manager: StreamingManager, job: Job, times: tuple[float, ...], inbox: SimpleQueue
 ) -> tuple[list[int], list[float]]:
-    """Submit each request at its time; return ids and lags. A refusal ends the inbox's reader."""
+    """Submit each request at its time; return ids and lags in seconds. An error also ends :func:`_read`."""
     request_ids: list[int] = []
     params = one_each(job.params, len(job.prompts))
 
@@ -120,7 +123,7 @@ def _submit(
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:
-    """Consume every request's text on one thread until all have ended, or None comes."""
+    """Consume the text of all requests until all have ended, or until the inbox delivers None."""
     while n_requests and (delivered := inbox.get()) is not None:
         n_requests -= delivered[1] is None
 
@@ -149,13 +152,13 @@ LONG_PROMPT_LINES = [
 
 
 def lines_of(result: dict[str, Any]) -> list[Line]:
-    """Return what to report: medians over the measured runs, including those of each run's percentiles."""
+    """Return the lines to print: medians, over the measured runs, of each run's figures."""
     goodput, long_prompt = (name in result["medians"] for name in ("goodput_req_s", "itl_beside_p50_s"))
     return LINES + GOODPUT_LINES * goodput + LONG_PROMPT_LINES * long_prompt
 
 
 def _rate(text: str) -> float | None:
-    """An argparse type: requests per second; inf becomes None."""
+    """Return requests per second; "inf" becomes None (an argparse type)."""
     rate = number("of requests a second, at least one a day, or inf", 1 / DAY_S, math.inf)(text)
     return None if rate == math.inf else rate
 
@@ -183,7 +186,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _arrival_times(options: Namespace) -> tuple[float, ...]:
-    """Return when requests are due, in seconds; raise ``OptionError`` if one is after a day."""
+    """Return when requests are due, in seconds; raise ``OptionError`` if the last is due after a day."""
     n, interval = options.num_requests, options.submit_interval_ms / 1e3
     if options.trace:
         return tuple(arrival.seconds for arrival in options.trace)

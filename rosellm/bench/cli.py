@@ -1,4 +1,4 @@
-"""Benchmark commands, from options to record."""
+"""Benchmark commands: parse options, measure, print a summary, write a record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 
-# The scale and the decimals of a unit.
+# Per unit: the factor that a figure is multiplied by, and the number of decimals printed.
 UNITS = {"s": (1.0, 6), "ms": (1e3, 2), "ms/token": (1e3, 2), "tokens/s": (1.0, 2), "requests/s": (1.0, 2)}
 Line = tuple[str, list[str], str]  # title, names of figures such as "medians.ttft_p50_s", unit
 
@@ -25,8 +25,11 @@ Line = tuple[str, list[str], str]  # title, names of figures such as "medians.tt
 class Benchmark:
     """A command that serves the same requests repeatedly, in one or several modes.
 
-    form: its name in workloads and records. doc: its module's docstring. add_options: adds its own options.
-    runs: returns the requested modes' runs by name. lines: returns what to print of a mode's result.
+    form: the command's name in workloads and records.
+    doc: the docstring of the command's module, which becomes the help.
+    add_options: adds the options that only this command has.
+    runs: returns a function per requested mode, which serves the requests once, by the mode's name.
+    lines: returns the lines to print about the result of a mode.
     """
 
     form: str
@@ -53,10 +56,13 @@ class Benchmark:
         tokenizer: AnyTokenizer,
         build: Callable[..., Engine] = Engine,
     ) -> dict[str, Any]:
-        """Measure, print, and return the record. A sweep may share one model; build: constructs the engine.
+        """Measure, print the summaries, and return the record.
 
-        The record is written, if requested, before the summaries and the trace, so that an error in those
-        loses no measurement.
+        gpt: the model, which several measurements may share.
+        build: constructs the engine.
+
+        The record is written, if requested, before the summaries and the trace, so that an error in printing
+        or tracing loses no measurement.
         """
         runs = self.runs(options)  # raises for incompatible options
         job = make_job(options, gpt, tokenizer, build)
@@ -90,7 +96,7 @@ def _repeated(mode: str, run: Run, job: Job, options: Namespace) -> dict[str, An
 
 
 def print_summary(result: dict[str, Any], lines: Iterable[Line]) -> None:
-    """Print one mode's figures, each line as ``title: a/b/c unit``; one that it lacks prints as "none"."""
+    """Print a mode's result, each line as ``title: a/b/c unit``; a missing figure is printed as "none"."""
     print(f"=== {result['mode']} summary ===")
     print(f"Warmup runs: {result['warmup_runs']}")
     print(f"Measured runs: {result['repeat_runs']}")

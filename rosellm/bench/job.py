@@ -1,4 +1,4 @@
-"""A job: requests and the engine that serves them, built from a command's options."""
+"""A job: the requests of a benchmark and the engine that serves them, built from a command's options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ SPARE_KV_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What every run of a benchmark repeats. params: one for all requests, or one each."""
+    """The requests that every run of a benchmark serves, and the engine that serves them.
+
+    params: sampling parameters, shared by all requests or one for each.
+    config: limits of the scheduler; None for the defaults.
+    """
 
     engine: Engine
     prompts: Prompts
@@ -55,13 +59,16 @@ class Job:
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
-Run = Callable[[Job], dict[str, Any]]  # serves all requests; its figures for the record
+Run = Callable[[Job], dict[str, Any]]  # serves all requests once; returns figures for the record
 
 
 def make_job(
     options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, build: Callable[..., Engine] = Engine
 ) -> Job:
-    """Build the job that the options describe, and print a header."""
+    """Build the job that the options describe, and print what will be measured.
+
+    build: constructs the engine.
+    """
     longest = most_tokens(options, tokenizer, gpt.config.n_positions)
     prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
     engine = make_engine(options, choose_recipe(options), gpt, tokenizer, longest, build)
@@ -71,10 +78,11 @@ def make_job(
 
 
 def choose_recipe(options: Namespace) -> str | Rung:
-    """Return ``--rung``; without it dense, or with ``--paged-attn`` the device's best recipe.
+    """Return the recipe that the options choose: a rung's name, or a custom recipe.
 
-    That one is eager unless ``--cuda-graph`` is given. With a non-default ``--all-reduce`` the result is a
-    custom recipe instead of a rung.
+    It is ``--rung`` if given, the device's best recipe with ``--paged-attn``, and dense otherwise. The best
+    recipe runs eagerly unless ``--cuda-graph`` is given. A non-default ``--all-reduce`` makes the recipe a
+    custom one. Raises ``RecipeError`` for options that contradict each other.
     """
     recipe: str | Rung
     if options.rung is not None:
@@ -108,9 +116,12 @@ def make_engine(
     longest: int,
     build: Callable[..., Engine] = Engine,
 ) -> Engine:
-    """Build an engine, by ``build``, with a KV cache just large enough for the options.
+    """Build an engine whose KV cache is just large enough for the requests.
 
-    longest: the most tokens of a request, prompt and output (``prompts.most_tokens``).
+    recipe: name of a rung, or a custom recipe.
+    tokenizer: None if all prompts are token ids.
+    longest: maximum number of tokens of a request, prompt and output (``prompts.most_tokens``).
+    build: constructs the engine.
     """
     longest = min(longest, gpt.config.n_positions)
     rung = LADDER[recipe] if isinstance(recipe, str) else recipe
@@ -129,7 +140,10 @@ def make_engine(
 
 
 def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest: int) -> int:
-    """Return blocks per layer for the longest requests run together, plus spares, capped by memory."""
+    """Return the number of KV blocks per layer for the requests, or fewer if memory holds fewer.
+
+    longest: tokens of a request. Blocks are counted for a full batch of such requests, plus spare blocks.
+    """
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
     return max(1, kv_blocks_within_memory(gpt, wanted, options.block_size, options.max_batch_size))
@@ -147,7 +161,7 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
 
 
 def print_header(engine: Engine, options: Namespace) -> None:
-    """Print what is about to be measured."""
+    """Print the model, recipe and requests that will be measured."""
     recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
     n_ranks = engine.group.part.size
     where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
@@ -162,7 +176,7 @@ def print_header(engine: Engine, options: Namespace) -> None:
 
 
 def prepare_run(engine: Engine) -> None:
-    """Prepare a run: empty the prefix cache, wait for the device, reset the memory peak."""
+    """Empty the prefix cache, wait for the device, and reset its memory peak, before a run."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.clear()
     reset_peak_memory(engine.device)
@@ -176,14 +190,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def check_served(outputs: list[RequestOutput]) -> None:
-    """Raise ``RoseError`` if a request failed: a run with fewer tokens is no measurement."""
+    """Raise ``RoseError`` if a request failed, since a run with fewer tokens is no measurement."""
     for number, output in enumerate(outputs, 1):
         if output.finish_reason == "failed":
             raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
 
 
 def write_trace(run: Run, job: Job, path: Path) -> None:
-    """Write a Chrome trace of one run, with all its threads."""
+    """Run the job once under the profiler and write a Chrome trace of all threads to ``path``."""
     with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
         run(job)
     with replacing(path) as unfinished:

@@ -1,4 +1,4 @@
-"""The benchmarks' options; defaults are those of the dataclasses they fill."""
+"""The options of the benchmarks; their defaults are those of the dataclasses that they fill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
 DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
 NOT_IN_RECORDS = ("json", "output", "profile", "workload", "hf_model_id", "preset")
-# Options that a workload leaves free; ``departures`` compares rung and dtype by itself.
+# Options that a workload does not fix; ``departures`` compares rung and dtype separately.
 FREE = {
     *("json", "profile", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
     *("rung", "paged_attn", "cuda_graph", "trace", "ttft_limit_ms", "itl_limit_ms"),
@@ -36,8 +36,9 @@ def command_parser(
 ) -> ScreenParser:
     """Return a parser for ``python -m rosellm.roseinfer.MODULE``.
 
-    Its help is ``doc`` without the title; only ``--help-all`` shows the option groups in ``details`` and what
-    follows the second paragraph.
+    doc: the help; its first paragraph, the title, is left out, and its third and later paragraphs are shown
+        only by ``--help-all``.
+    details: titles of the option groups that only ``--help-all`` shows.
     """
     _title, description, *rest = doc.strip().split("\n\n")
     texts = {"usage": f"%(prog)s {usage}", "description": description, "epilog": " ".join(rest) or None}
@@ -55,12 +56,15 @@ def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
 
 
 def switch(default: bool | None) -> dict[str, Any]:
-    """Return ``add_argument`` options for ``--name`` or ``--no-name``."""
+    """Return ``add_argument`` options for a switch, ``--name`` or ``--no-name``."""
     return {"action": BooleanOptionalAction, "default": default}
 
 
 def number(what: str, low: float, high: float) -> Callable[[str], float]:
-    """Return an argparse type: a number from ``low`` to ``high``, in errors "a number WHAT"."""
+    """Return an argparse type that accepts a number from ``low`` to ``high``.
+
+    what: describes the number in errors, after "is not a number".
+    """
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -72,7 +76,7 @@ def number(what: str, low: float, high: float) -> Callable[[str], float]:
 
 
 def writable_file(text: str) -> Path:
-    """An argparse type: a file that can be written."""
+    """Return the path of a file that can be written (an argparse type)."""
     try:
         return check_writable(Path(text))
     except RoseError as error:
@@ -80,7 +84,7 @@ def writable_file(text: str) -> Path:
 
 
 def top_k(text: str) -> int:
-    """An argparse type: ``SamplingParams.top_k``, where -1 becomes 0."""
+    """Return ``SamplingParams.top_k``; -1 becomes 0, which means all tokens (an argparse type)."""
     return max(whole_number(-1)(text), 0)
 
 
@@ -162,10 +166,13 @@ def add_serving_options(parser: ArgumentParser) -> None:
 
 
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
-    """Parse the options; a named workload of ``form`` replaces the defaults.
+    """Parse the options; a workload, if named, replaces their defaults.
 
-    The workload also selects the model and the best rung, unless options choose them. ``options.preset``: all
-    options as the workload sets them; empty without one.
+    argv: the arguments; None means those of the command line.
+    form: the benchmark's name; the workload must be one of its workloads.
+
+    The workload also selects the model and the best rung, unless options choose them. The result's attribute
+    ``preset`` holds all options as the workload sets them; it is empty without a workload.
     """
     early = OneLineParser(add_help=False)
     for option in ("--workload", "--hf-model-id", "--rung"):
@@ -191,7 +198,7 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
 
 
 def departures(options: Namespace, engine: Engine) -> list[str]:
-    """List how a run deviates from its workload, which makes it incomparable with the records."""
+    """List how a run deviates from its workload; with any deviation it is not comparable with the records."""
     if options.workload is None:
         return []
     model, here = ALL_WORKLOADS[options.workload].model, vars(options) | {"dtype": dtype_name(engine)}
@@ -205,7 +212,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
 
 
 def request_facts(options: Namespace) -> dict[str, Any]:
-    """Return the record's model, workload, overridden presets, and all options except paths."""
+    """Return what a record says of the requests: model, workload, overrides of it, and all other options."""
     given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
     preset = ALL_WORKLOADS[options.workload].flags() if options.workload else {}
     folder = Path(options.hf_model_id)

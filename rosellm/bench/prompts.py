@@ -1,4 +1,4 @@
-"""The requests of a workload: prompts of repeated text or random ids, output lengths and sampling."""
+"""Make the requests of a workload: prompts of repeated text or random ids, output lengths, sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     """Return one prompt per request: text, or with ``--prompt-tokens`` seeded random token ids.
 
-    The longest length is drawn for every prompt of ids, so that its beginning is the same at any length.
+    For every prompt of ids, the maximum length is drawn and then cut, so that a prompt begins with the same
+    ids whatever its length.
     """
     if options.prompt_tokens is None:
         return _cycled(_texts(options), options)
@@ -34,11 +35,13 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
 
 
 def most_tokens(options: Namespace, tokenizer: AnyTokenizer, n_positions: int) -> int:
-    """Return the tokens, prompt and output, that an engine for these requests must hold per request.
+    """Return the maximum number of tokens of a request, prompt and output, for which to build the engine.
 
-    For random lengths the longest prompt and output are added, since the engine may serve such a request
-    later. No random ids are drawn, which take memory. Raises ``PromptError`` if a request exceeds the model's
-    positions.
+    n_positions: number of positions of the model.
+
+    With random lengths, this is the longest prompt plus the longest output, since the engine may serve such a
+    request later. No random ids are drawn, to save memory. Raises ``PromptError`` if a request exceeds the
+    model's positions.
     """
     prompts = _prompt_lengths(options, tokenizer)
     sizes = list(zip(prompts, new_tokens(options), strict=True))
@@ -72,15 +75,16 @@ def _random_lengths(options: Namespace) -> list[int]:
 
 
 def new_tokens(options: Namespace) -> list[int]:
-    """Return how many tokens each request generates."""
+    """Return the number of tokens that each request generates."""
     return _lengths(options, "new_tokens", options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
 
 
 def _lengths(options: Namespace, field: str, low: int | None, high: int, of: int) -> list[int]:
-    """Return each request's length: ``field`` of a trace, or uniform from ``low`` to ``high``.
+    """Return each request's length, from a trace or drawn uniformly from ``low`` to ``high``.
 
-    low: None if all are ``high``. of: the random stream, so that lengths of prompts and outputs are
-    independent.
+    field: the field of a trace's ``Arrival`` that holds the length.
+    low: None if all lengths are ``high``.
+    of: number of the random stream, so that lengths of prompts and outputs are independent.
     """
     if trace := trace_of(options):
         return [getattr(arrival, field) for arrival in trace]
@@ -93,7 +97,7 @@ def _lengths(options: Namespace, field: str, low: int | None, high: int, of: int
 
 
 def request_params(options: Namespace) -> list[SamplingParams]:
-    """Return each request's sampling: greedy at temperature 0, otherwise with its own seed."""
+    """Return each request's sampling parameters: greedy at temperature 0, otherwise with its own seed."""
     seeds = np.random.default_rng([options.seed, OF_SAMPLING]).integers(1 << 62, size=options.num_requests)
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     ignore = not options.stop_on_eos
@@ -104,10 +108,10 @@ def request_params(options: Namespace) -> list[SamplingParams]:
 
 
 def trace_of(options: Namespace) -> list[Arrival] | None:
-    """Return the arrivals of ``--trace``, an option of the streaming benchmark only, or None."""
+    """Return the arrivals of ``--trace``; None without this option, which only streaming has."""
     return vars(options).get("trace")
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:
-    """Return token ids; prompts that are token ids already are unchanged."""
+    """Return the prompts as token ids; prompts that are token ids already are unchanged."""
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

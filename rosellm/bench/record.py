@@ -23,7 +23,11 @@ SCHEMA_VERSION = 1
 
 
 def new_record(kind: str, where: torch.device, **fields: Any) -> dict[str, Any]:
-    """Return a record of ``kind`` ("scheduler", "streaming", …) with its fields and the environment."""
+    """Return a record with ``fields`` and the environment.
+
+    kind: the kind of benchmark, such as "scheduler" or "streaming".
+    where: the device that was measured.
+    """
     return {"schema_version": SCHEMA_VERSION, "kind": kind, **fields, "environment": environment(where)}
 
 
@@ -52,7 +56,11 @@ def dtype_name(engine: Engine) -> str:
 def distribution(
     name: str, values: Iterable[float | None], percents: Iterable[int]
 ) -> dict[str, float | None]:
-    """Return ``{name}_mean_s``, ``{name}_p50_s`` and so on, in seconds; None without values."""
+    """Return the mean and percentiles of ``values``, as ``{name}_mean_s``, ``{name}_p50_s`` and so on.
+
+    values: seconds; None is ignored. Without values, all figures are None.
+    percents: the percentiles to return, from 0 to 100.
+    """
     known = [value for value in values if value is not None]
     figures = {"mean": float(np.mean(known)) if known else None}
     for percent in percents:
@@ -61,7 +69,7 @@ def distribution(
 
 
 def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return every repeat's raw figures, and the median and mean of each number present in all."""
+    """Return the figures of every repeat, and the median and mean of each number that all repeats have."""
     numeric = [name for name in repeats[0] if all(isinstance(one[name], (int, float)) for one in repeats)]
     columns = {name: [repeat[name] for repeat in repeats] for name in numeric}
     return {
@@ -72,9 +80,11 @@ def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_figures(tokens: list[list[int]], total_time: float, device: torch.device | None) -> dict[str, Any]:
-    """Return figures common to all runs: times in seconds, tokens per second, memory in bytes.
+    """Return the figures that all benchmarks have: times in seconds, tokens per second, memory in bytes.
 
-    tokens: new ones per request. device: whose peak since :func:`reset_peak_memory` to tell, if it is a GPU.
+    tokens: the output tokens of each request.
+    total_time: seconds of the whole run.
+    device: if it is a GPU, the figures include its peak memory since :func:`reset_peak_memory`.
     """
     peak = torch.cuda.max_memory_allocated(device) if device and device.type == "cuda" else None
     completion_tokens = sum(map(len, tokens))
@@ -88,7 +98,7 @@ def run_figures(tokens: list[list[int]], total_time: float, device: torch.device
 
 
 def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
-    """Return the distributions of TTFT, TPOT and latency over the requests, in seconds."""
+    """Return the mean and percentiles of TTFT, TPOT and latency over the requests, in seconds."""
     figures: dict[str, float | None] = {}
     for metric in ("ttft", "tpot", "latency"):
         figures |= distribution(metric, [getattr(output.metrics, metric) for output in outputs], percents)
@@ -96,12 +106,15 @@ def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> di
 
 
 def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one mode's part of a record."""
+    """Return one mode's part of a record.
+
+    repeats: the figures of each measured run.
+    """
     return {"mode": mode, "warmup_runs": warmup_runs, "repeat_runs": len(repeats), **across_repeats(repeats)}
 
 
 def tokens_sha256(outputs: Iterable[list[int]]) -> str:
-    """Hash all requests' output ids in order: each one's length, then its ids, little-endian int32."""
+    """Hash the output ids of all requests: per request the length, then the ids, in little-endian int32."""
     digest = hashlib.sha256()
     for token_ids in outputs:
         digest.update(np.array([len(token_ids), *token_ids], dtype="<i4").tobytes())
@@ -121,7 +134,7 @@ def check_writable(path: Path) -> Path:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write ``record`` as unrounded JSON, atomically."""
+    """Write ``record`` to ``path`` as JSON, atomically; numbers are not rounded. Raises ``RoseError``."""
     check_writable(path)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     try:

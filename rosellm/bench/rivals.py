@@ -1,7 +1,7 @@
-"""Engines that can serve the same requests: this one, and others if installed.
+"""Rivals: engines that can serve the same requests, namely RoseLLM and others that are installed.
 
-All load the same checkpoint, take token ids and return token ids, ignore end of sequence, and empty their
-prefix caches before each run.
+Every rival loads the same checkpoint, receives and returns token ids, ignores end of sequence, and empties
+its prefix cache before each run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class RivalError(RoseError):
 
 @dataclass(frozen=True)
 class Task:
-    """The task a rival is set up for.
+    """The task that a rival is started for.
 
-    checkpoint: a folder with ``config.json`` and ``model.safetensors``. options: those of a benchmark, with
-    the workload's sizes. prompts: token ids, one list per request.
+    checkpoint: a folder with ``config.json`` and ``model.safetensors``.
+    options: a benchmark's options, with the sizes of the workload.
+    prompts: token ids, one list per request.
     """
 
     checkpoint: Path
@@ -52,9 +53,10 @@ class Task:
 class Rival:
     """An engine with a loaded model.
 
-    generate: returns the new token ids of every prompt, in order, on the host. facts: version and
-    configuration for the record. close: releases what garbage collection does not. in_process: whether this
-    process holds its memory.
+    generate: runs the task and returns the new token ids of every prompt, in order, on the host.
+    facts: version and configuration for the record.
+    close: releases the resources that garbage collection does not release.
+    in_process: whether this process, rather than another, allocates the engine's GPU memory.
     """
 
     generate: Callable[[], list[list[int]]]
@@ -64,7 +66,7 @@ class Rival:
 
 
 def start_rosellm(task: Task) -> Rival:
-    """RoseLLM: ``OfflineScheduler``, which ``LLM.generate`` uses, on an engine of the requested rung."""
+    """Start RoseLLM: an engine of the requested rung with ``OfflineScheduler``, as in ``LLM.generate``."""
     gpt = load_model(str(task.checkpoint), task.device, task.dtype)
     rung = get_rung(task.options.rung, task.device)
     longest = max(map(len, task.prompts)) + task.options.max_new_tokens
@@ -81,10 +83,11 @@ def start_rosellm(task: Task) -> Rival:
 
 
 def start_transformers(task: Task) -> Rival:
-    """transformers' ``generate``: static, left-padded batches of at most ``max_batch_size`` prompts.
+    """Start transformers' ``generate``, with static, left-padded batches of at most ``max_batch_size``.
 
-    End of sequence is removed from the generation config: ``min_new_tokens`` would forbid that token, which
-    the other rivals may choose.
+    To ignore end of sequence, it is removed from the generation config; ``min_new_tokens`` would instead
+    forbid that token, which the other rivals may choose. Raises ``RivalError`` for sampling or unequal
+    output lengths.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -114,9 +117,9 @@ def start_transformers(task: Task) -> Rival:
 
 
 def start_vllm(task: Task) -> Rival:
-    """vLLM's offline ``LLM.generate`` with its defaults: a separate engine process, CUDA graphs.
+    """Start vLLM's offline ``LLM.generate`` with its defaults: a separate engine process, CUDA graphs.
 
-    Closing it ends the engine process, which otherwise keeps most of the GPU's memory.
+    Closing the rival ends the engine process, which would otherwise keep most of the GPU's memory.
     """
     # importing rosellm queries CUDA, after which a forked engine process cannot use it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

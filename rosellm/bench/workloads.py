@@ -1,4 +1,4 @@
-"""The workloads for comparing rungs: end of sequence is ignored; greedy unless a temperature is set."""
+"""The workloads for comparing rungs. End of sequence is ignored; decoding is greedy by default."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from rosellm.errors import RoseError
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
+    """A set of requests; the defaults are also those of the commands.
 
-    Prompts are ``prompt`` repeated ``prompt_repeats`` times, cycling through those counts; or
-    ``prompt_tokens`` random ids, after ``shared_prefix_tokens`` common to all prompts. ``min_new_tokens`` and
-    ``min_prompt_tokens``, if set, are the lower bounds of uniformly drawn lengths. ``form`` names the
-    benchmark that runs it. ``model``: the model whose shape is measured; None: several models, each in its
-    own dtype. The defaults are also those of the commands.
+    max_new_tokens: output tokens of a request.
+    max_batch_size: maximum number of requests that run together.
+    form: the benchmark that runs the workload.
+    prompt: text of every prompt.
+    prompt_repeats: how often a prompt repeats the text; requests cycle through these counts.
+    prompt_tokens: number of random token ids that replace the text; None for text.
+    min_new_tokens, min_prompt_tokens: lower bounds of uniformly drawn lengths; None for equal lengths.
+    shared_prefix_tokens: number of further token ids that begin all prompts.
+    model: the model whose shape is measured; None for any model, in its own dtype.
     """
 
     id: str
@@ -74,7 +78,7 @@ def _span(low: int | None, high: int) -> str:
     return str(high) if low is None else f"{low} to {high}"
 
 
-# The dtype of workloads with a fixed model; the others use the model's own dtype.
+# The dtype of workloads with a fixed model; other workloads use the model's own dtype.
 DTYPE = "float16"
 LOAD_FORMAT = "dummy"
 MODERN_MODEL = "Qwen/Qwen3-0.6B"  # default of the workloads without a fixed model
@@ -120,7 +124,7 @@ ALL_WORKLOADS = WORKLOADS | MODEL_WORKLOADS
 
 
 def get_workload(name: str, form: str) -> Workload:
-    """Return the workload ``name``; raise ``RoseError`` unless the benchmark of ``form`` runs it."""
+    """Return the workload ``name``; raise ``RoseError`` unless the benchmark ``form`` runs it."""
     workload = ALL_WORKLOADS.get(name)
     if workload is None or workload.form != form:
         mine = ", ".join(workload.id for workload in ALL_WORKLOADS.values() if workload.form == form)

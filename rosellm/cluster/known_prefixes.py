@@ -1,4 +1,4 @@
-"""Estimate which prompt prefixes a replica's prefix cache holds, from the prompts it was given."""
+"""Estimate which prompt prefixes a replica's prefix cache holds, from the prompts sent to that replica."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections import OrderedDict
 
 
 def marks(prompt: list[int], block_size: int) -> tuple[int, ...]:
-    """Return a hash for each prefix of ``prompt`` that is a whole number of blocks, shortest first.
+    """Return the marks of a prompt: a hash of each prefix that is a whole number of blocks, shortest first.
+
+    prompt: token ids.
+    block_size: tokens per block.
 
     Prompts whose first k blocks are equal have the same first k marks.
     """
@@ -18,9 +21,11 @@ def marks(prompt: list[int], block_size: int) -> tuple[int, ...]:
 
 
 class KnownPrefixes:
-    """The marks of a replica's latest prompts, one per block, at most ``most`` of them.
+    """An estimate of the prefixes in a replica's cache: the marks of the prompts sent to it most recently.
 
-    An estimate: the replica's cache may have evicted some of them. A wrong estimate only costs time.
+    most: maximum number of marks kept, one per block.
+
+    The replica may already have evicted some of these blocks. A wrong estimate only costs time.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,11 +36,11 @@ class KnownPrefixes:
         return len(self._marks)
 
     def length(self, of: tuple[int, ...]) -> int:
-        """Return how many leading blocks of a prompt, given by its marks, are known."""
+        """Return how many leading blocks of the prompt with marks ``of`` are known."""
         return next((n for n, mark in enumerate(of) if mark not in self._marks), len(of))
 
     def add(self, of: tuple[int, ...]) -> None:
-        """Record a prompt; its first blocks are kept longest, since later ones are useless without them."""
+        """Record the marks of a prompt; its first marks are evicted last, since later blocks need them."""
         for mark in reversed(of):
             self._marks[mark] = None
             self._marks.move_to_end(mark)

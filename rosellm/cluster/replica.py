@@ -15,14 +15,17 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 
-SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # between reports: for LLM.generate, for streaming
+SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # seconds between reports: for LLM.generate, for streaming
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request as the driver knows it, with the tokens that another replica has already generated.
+    """A request that the driver sends to a replica.
 
-    logprobs: those of ``known``; None unless requested.
+    request_id: the driver's id.
+    prompt: token ids.
+    known: the output tokens that another replica has already generated.
+    logprobs: the logprobs of ``known``, one item per token; None unless requested.
     """
 
     request_id: int
@@ -34,7 +37,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The properties of a loaded replica that the driver needs."""
+    """The properties of a loaded replica that the driver needs.
+
+    rung: name of the engine's rung; None for a custom recipe.
+    max_batch_size: maximum number of sequences that run together.
+    limits: limits on the tokens of a request.
+    eos_token_ids: the model's end-of-sequence tokens.
+    """
 
     rung: str | None
     max_batch_size: int
@@ -44,9 +53,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A request's new tokens since the last report, with their times on the clock of ``Report.now``.
+    """What a request gained since the last report.
 
-    finish_reason: None while it runs. error: why it failed. preemptions: total in this replica.
+    tokens: new output tokens.
+    times: when each token was generated, in seconds on the clock of ``Report.now``.
+    logprobs: the logprobs of ``tokens``; None unless requested.
+    finish_reason: None while the request runs.
+    error: why the request failed, or None.
+    preemptions: how often this replica has preempted the request, in total.
     """
 
     tokens: list[int]
@@ -59,7 +73,11 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one call: gains by request id, and its time by the replica's ``time.perf_counter``."""
+    """The result of one ``Replica.advance``.
+
+    now: when the call returned, in seconds of the replica's ``time.perf_counter``.
+    gains: by request id, for requests with new tokens and requests that have ended.
+    """
 
     now: float
     gains: dict[int, Gain]
@@ -67,13 +85,16 @@ class Report:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the scheduler; the driver knows the first ``n_reported`` of its tokens."""
+    """A request in the replica's scheduler.
+
+    n_reported: number of the sequence's tokens, from the first, that the driver knows.
+    """
 
     sequence: Sequence
     n_reported: int
 
     def gain(self) -> Gain | None:
-        """Return what is new since the last report, or None."""
+        """Return the request's gain since the last report; None without new tokens, unless it has ended."""
         sequence, known = self.sequence, self.n_reported
         tokens, times = sequence.tokens[known:], sequence.metrics.token_times
         if not tokens and not sequence.is_finished:
@@ -87,10 +108,11 @@ class _Running:
 
 
 class Replica:
-    """The actor class; its calls run one at a time, in the order they were made.
+    """The actor class; Ray runs its calls one at a time, in the order they were made.
 
-    The engine is loaded by :meth:`load`, not by the constructor, whose exceptions Ray would turn into text.
     model, n_ranks, options: the arguments of ``tensor_parallel.load_engine``.
+
+    The engine is loaded by :meth:`load`, since Ray would turn an exception of the constructor into text.
     """
 
     def __init__(self, model: str, n_ranks: int, options: dict[str, Any]) -> None:
@@ -99,18 +121,18 @@ class Replica:
         self._running: dict[int, _Running] = {}  # by the driver's request id
 
     def load(self, config: SchedulerConfig) -> Facts:
-        """Load the engine and serve within the limits of ``config``. Raises as ``load_engine`` does."""
+        """Load the engine and call :meth:`take` with it. Raises what ``load_engine`` raises."""
         engine = load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
         return self.take(config, engine)
 
     def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
-        """Serve with ``engine``."""
+        """Serve with ``engine``, within the limits of ``config``; return the properties of the engine."""
         self._engine = engine
         self.begin(config)
         return Facts(engine.rung, engine.max_batch_size, engine.limits, engine.config.eos_token_ids)
 
     def begin(self, config: SchedulerConfig) -> None:
-        """End all requests, and serve later ones within the limits of ``config``."""
+        """Cancel all requests, and serve later requests within the limits of ``config``."""
         if self._engine is None:  # loading failed; the driver gets that error from ``load``
             return
         for request_id in list(self._running):
@@ -118,7 +140,11 @@ class Replica:
         self._scheduler = OnlineScheduler(self._engine, replace(config, max_in_flight=None))
 
     def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
-        """Begin orders, cancel requests, and run for ``seconds`` or until no request is left."""
+        """Run the engine for ``seconds``, or until no request is left; return what the requests gained.
+
+        orders: requests to begin first.
+        cancelled: ids of requests to cancel first; unknown ids are ignored.
+        """
         scheduler = self._scheduler
         for order in orders:
             sequence = scheduler.engine.make_sequence(order.prompt, order.params)
@@ -139,6 +165,6 @@ class Replica:
 
     def _cancel(self, request_id: int) -> None:
         running = self._running.pop(request_id, None)
-        if running is not None:  # it may have ended before the driver knew
+        if running is not None:  # the request may have ended before the driver knew
             self._scheduler.cancel(running.sequence.request_id)
             self._scheduler.take_result(running.sequence.request_id)

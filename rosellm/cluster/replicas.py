@@ -33,15 +33,19 @@ BATCHES_AHEAD = 4
 
 
 class Replicas(Owned):
-    """``n`` engines, each in a Ray actor with ``n_ranks`` GPUs of one host, or that many CPU cores.
+    """Engine replicas, each in a Ray actor.
 
-    Scheduled by :class:`ReplicaScheduler`: a replica that dies is replaced and its requests continue
+    model: hub id or folder.
+    n: number of replicas.
+    n_ranks: number of GPUs of each replica, all on one host; without GPUs, number of CPU cores.
+    address: address of the Ray cluster; None starts a local one (see ``Runtime``).
+    config: limits of each replica's scheduler.
+    options: arguments of ``tensor_parallel.load_engine`` for every replica.
+
+    :class:`ReplicaScheduler` schedules the requests. A dead replica is replaced and its requests continue
     elsewhere, with the same tokens if the numerics allow it (fp32, or ``deterministic``). The actors end with
-    this object. Not thread-safe.
-
-    address: see ``Runtime``. config: limits of each replica's scheduler. options: of each replica, for
-    ``tensor_parallel.load_engine``. Raises ``OptionError``, ``ClusterError``, ``DeviceError``, and what
-    ``load_engine`` does.
+    this object. Not thread-safe. Raises ``OptionError``, ``ClusterError``, ``DeviceError``, and what
+    ``load_engine`` raises.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Replicas(Owned):
         self._config = config
         ending = ExitStack()
         self._end = weakref.finalize(self, ending.close)
-        self._end.atexit = False  # at exit Ray cleans up itself, possibly before this would run
+        self._end.atexit = False  # at exit, Ray ends the actors itself, possibly before this would run
         try:
             self._runtime = runtime = Runtime(address, n * n_ranks)
             ending.callback(runtime.leave)
@@ -78,7 +82,7 @@ class Replicas(Owned):
             raise
 
     def _load(self, prefix_cache: bool) -> None:
-        """Load the replicas, and route to all of them; mark_size: tokens per cacheable block, or 0."""
+        """Load the replicas and start routing to them; without ``prefix_cache``, no prompt is marked."""
         self._facts = self.seats.load_all()
         limits, self._n_requests = self._facts.limits, 0
         self.mark_size = limits.block_size if prefix_cache else 0
@@ -102,13 +106,19 @@ class Replicas(Owned):
         return self._facts.rung
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
-        """See ``Engine.encode_many``."""
+        """Tokenize the text prompts, as ``Engine.encode_many`` does; prompts of token ids are unchanged.
+
+        special: whether special tokens are added.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, special))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """See ``Engine.make_sequence``; the sequence tracks, in this process, a replica's request."""
+        """Return a new sequence that mirrors, in this process, a request that a replica will run.
+
+        Raises what ``Limits.check`` raises for an invalid request.
+        """
         self.limits.check(prompt, params)
         self._n_requests += 1
         sequence = Sequence(self._n_requests, prompt, params, self._facts.eos_token_ids)
@@ -129,7 +139,10 @@ class Replicas(Owned):
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
     ) -> list[RequestOutput]:
-        """See :func:`run_all`. Raises ``ClusterError`` if all replicas have died and none comes back."""
+        """Serve the requests and return their outputs, in the order of ``prompts`` (see :func:`run_all`).
+
+        Raises ``ClusterError`` if all replicas have died and none comes back.
+        """
         self._runtime.check_running()
         scheduler = ReplicaScheduler(self, self._config, SLICE_S, INTERRUPTED_WITHIN_S)
         self.own(scheduler, "LLM.generate")
@@ -140,16 +153,19 @@ class Replicas(Owned):
 
 
 class ReplicaScheduler:
-    """The interface of ``OnlineScheduler`` over replicas; their only user while it has requests.
+    """A scheduler of requests over replicas, with the interface of ``OnlineScheduler``.
 
-    A replica that dies is replaced, and its requests continue elsewhere from the tokens known here: no token
-    is delivered twice, and delivered ones stay. One that dies more than ``seats.MOST_DEATHS`` times stays
-    dead until another scheduler begins. An engine that raises is replaced too, and :meth:`step` raises its
-    error.
+    config: limits of each replica's scheduler.
+    slice_s: seconds that a replica runs per call, before it reports its tokens and receives new and cancelled
+        requests; two calls are kept in flight.
+    patience_s: maximum seconds that :meth:`step` waits for an answer.
+    n_tokens: output tokens received so far.
+    n_spared: total number of ``max_tokens`` that ended requests have not used.
 
-    slice_s: how long a replica runs per call before it reports and receives new and cancelled requests; two
-    such calls are kept in flight. patience_s: the longest :meth:`step`. ``n_tokens``, ``n_spared``: see
-    ``OfflineScheduler``. Not thread-safe.
+    While it has requests, no other scheduler may use the replicas. A dead replica is replaced and its
+    requests continue elsewhere from the tokens known here: no token is delivered twice or revoked. A replica
+    that has died more than ``seats.MOST_DEATHS`` times stays dead until another scheduler begins. If an
+    engine raises an error, its replica is replaced too, and :meth:`step` raises the error. Not thread-safe.
     """
 
     n_tokens = n_spared = 0
@@ -170,12 +186,15 @@ class ReplicaScheduler:
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
-        """See ``OnlineScheduler.add_requests``."""
+        """Queue a request per prompt; return the request ids.
+
+        params: shared by all requests, or one for each.
+        """
         check_prompts(prompts)
         return [self.submit(sequence) for sequence in each_made(self._fleet.make_sequence, prompts, params)]
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence made by ``Replicas.make_sequence``, and update it from now on."""
+        """Queue a sequence made by ``Replicas.make_sequence``; return its id. :meth:`step` updates it."""
         if not self._has_begun:
             self._has_begun = True
             self._router.clear()
@@ -189,7 +208,7 @@ class ReplicaScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """Send requests and process one replica's answer; return the sequences that got tokens or ended.
+        """Send requests and process one replica's answer; return the sequences that received tokens or ended.
 
         The list is empty if no replica answers within ``patience_s``. Raises ``ClusterError`` if all replicas
         have died and none comes back, or the error that a replica's engine raised.
@@ -201,7 +220,7 @@ class ReplicaScheduler:
         return [] if answered is None else self._take(*answered)
 
     def cancel(self, request_id: int) -> bool:
-        """See ``OnlineScheduler.cancel``."""
+        """Cancel a request; return False if it had already ended. Raises ``RoseError`` for an unknown id."""
         sequence = self.requests.get(request_id)
         if sequence is None:
             if request_id not in self.finished:
@@ -215,7 +234,7 @@ class ReplicaScheduler:
         return True
 
     def cancel_all(self) -> None:
-        """Cancel all requests; the replicas are informed when more are added."""
+        """Cancel all requests here; the replicas cancel them when the next request is submitted."""
         self._has_begun = False
         self._router.clear()
         for sequence in list(self.requests.values()):
@@ -223,7 +242,7 @@ class ReplicaScheduler:
             self._store_result(sequence)
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """Return the result of a finished request, and forget it; raises ``RoseError`` if there is none."""
+        """Return and forget the result of a finished request. Raises ``RoseError`` if there is none."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -244,7 +263,7 @@ class ReplicaScheduler:
         if isinstance(answer, Death):
             return self._lose(seat, answer)
         shift = perf_counter() - answer.now
-        gains = {i: gain for i, gain in answer.gains.items() if i in self.requests}  # others were cancelled
+        gains = {i: gain for i, gain in answer.gains.items() if i in self.requests}  # drop cancelled requests
         return [self._grow(self.requests[request_id], gain, shift) for request_id, gain in gains.items()]
 
     def _grow(self, sequence: Sequence, gain: Gain, shift: float) -> Sequence:
@@ -282,7 +301,7 @@ class ReplicaScheduler:
 
 
 def _order(sequence: Sequence) -> Order:
-    """Return the request's current state, with its seed, so that any replica draws the same tokens."""
+    """Return the order to continue a request; it has a seed, so that every replica draws the same tokens."""
     params = sequence.params if sequence.params.is_greedy else replace(sequence.params, seed=sequence.seed)
     return Order(sequence.request_id, sequence.prompt, params, sequence.output, sequence.logprobs)
 

@@ -1,4 +1,4 @@
-"""The router decides which replica runs which request; independent of engines and Ray."""
+"""Decide which replica runs which request, without any dependence on engines or Ray."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ MUCH_BUSIER = 2
 
 @dataclass(eq=False, slots=True)
 class Routed:
-    """A request in the router: ``n_tokens`` to process in total, of which ``n_left`` are outstanding.
+    """A request in the router.
 
-    marks: of the prompt (``known_prefixes.marks``); empty without a prefix cache.
+    n_prompt: number of prompt tokens.
+    n_new: maximum number of output tokens.
+    marks: the marks of the prompt (``known_prefixes.marks``); empty without a prefix cache.
+    n_left: number of the request's ``n_tokens`` that are outstanding.
     """
 
     request_id: int
@@ -33,7 +36,12 @@ class Routed:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A live replica as the router sees it: its requests, their outstanding tokens, its cached prefixes."""
+    """The router's view of a live replica.
+
+    known: an estimate of the prefixes that the replica has cached.
+    requests: the replica's requests, by id.
+    n_left: number of outstanding tokens of ``requests``.
+    """
 
     known: KnownPrefixes
     requests: dict[int, Routed] = field(default_factory=dict)
@@ -41,13 +49,16 @@ class Place:
 
 
 class Router:
-    """Assigns each request to the replica with the fewest outstanding tokens, prompt and output.
+    """A router that assigns each request to the replica with the fewest outstanding tokens.
 
-    If a replica's prefix cache holds more of the prompt, the request goes there instead, unless that replica
-    is much busier: it has more than ``MUCH_BUSIER`` times the outstanding tokens of the least busy one, and
-    exceeds them by more than this request's tokens. A replica holds at most ``window`` requests; further ones
-    wait here in order, so that replicas whose requests end early get more of them. Requests of a lost replica
-    are queued again at the front. ``known_blocks``: number of blocks that a replica's prefix cache may hold.
+    window: maximum number of requests that a replica holds. Further requests wait here in order, so that a
+        replica whose requests end early receives more of them.
+    known_blocks: maximum number of blocks in a replica's prefix cache.
+
+    If another replica's prefix cache holds more of the prompt, the request goes there instead, unless that
+    replica is much busier: it has more than ``MUCH_BUSIER`` times the outstanding tokens of the least busy
+    replica, and the difference is more than this request's tokens. Requests of a lost replica are queued
+    again at the front. Outstanding tokens are prompt tokens plus output tokens.
     """
 
     def __init__(self, window: int, known_blocks: int = 0) -> None:
@@ -62,11 +73,11 @@ class Router:
 
     @property
     def live(self) -> list[int]:
-        """Replicas that accept requests."""
+        """The indices of the replicas that can run requests."""
         return list(self._places)
 
     def outstanding(self, replica: int) -> int:
-        """Return the replica's unprocessed prompt tokens plus the tokens it has still to generate."""
+        """Return the number of outstanding tokens, prompt and output, of the replica's requests."""
         return self._places[replica].n_left
 
     def running(self, replica: int) -> list[int]:
@@ -90,7 +101,7 @@ class Router:
         self._waiting.append(request)
 
     def assign(self) -> list[tuple[int, int]]:
-        """Assign waiting requests to replicas with room; return (replica, request id) pairs, in order."""
+        """Assign waiting requests to replicas with fewer than ``window``; return (replica, id) pairs."""
         given = []
         while self._waiting and (free := self._with_room()):
             request = self._waiting.popleft()
@@ -104,7 +115,7 @@ class Router:
         return given
 
     def note(self, request_id: int, n_generated: int) -> None:
-        """Update a running request, whose prompt is done, to ``n_generated`` tokens."""
+        """Record that a running request has been prefilled and has ``n_generated`` output tokens."""
         place = self._places[self._runs_on[request_id]]
         request = place.requests[request_id]
         n_left = request.n_new - n_generated
@@ -117,7 +128,7 @@ class Router:
         place.n_left -= place.requests.pop(request_id).n_left
 
     def withdraw(self, request_id: int) -> int | None:
-        """Remove a cancelled request; return the replica that runs it, or None if it was waiting."""
+        """Remove a cancelled request; return the replica that runs the request, or None if it was waiting."""
         replica = self._runs_on.get(request_id)
         if replica is None:
             self._waiting.remove(next(one for one in self._waiting if one.request_id == request_id))
@@ -126,7 +137,7 @@ class Router:
         return replica
 
     def clear(self) -> None:
-        """Forget all requests, but not the replicas' cached prefixes."""
+        """Forget all requests, but keep the estimates of cached prefixes."""
         self._waiting.clear()
         self._runs_on.clear()
         for place in self._places.values():
@@ -137,7 +148,7 @@ class Router:
         return [replica for replica, place in self._places.items() if len(place.requests) < self._window]
 
     def _choose(self, request: Routed, free: list[int]) -> int:
-        """Return the least busy replica, or one with more of the prompt cached that is not much busier."""
+        """Choose from the replicas ``free``: the least busy, or one with more of the prompt cached."""
         least = min(free, key=self.outstanding)
         known = {replica: self._places[replica].known.length(request.marks) for replica in free}
         best = min(free, key=lambda replica: (-known[replica], self.outstanding(replica)))

@@ -1,4 +1,4 @@
-"""Ray in this process: an existing runtime, a cluster joined by its address, or a new local one."""
+"""Ray in this process: an existing runtime, a cluster joined by its address, or a new local cluster."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STORE_BYTES = 128 * 2**20
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # No prestarted worker per core, since no tasks are run; and engines do not run at low priority.
 SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
-# Ray finds its token by itself only for "auto". It creates one for the first local cluster, and from then on
-# `ray start` protects every cluster with it.
+# Ray finds its authentication token by itself only for the address "auto". It creates a token for the first
+# local cluster, and from then on `ray start` protects every cluster with that token.
 MODE = "RAY_AUTH_MODE"
 TOKEN = (
     f"; if the cluster was started with a ~/.ray/auth_token, copy that file to this host and set {MODE}=token"
@@ -32,8 +32,8 @@ TOKEN = (
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
 SETTINGS_FRAME = 4
 
-_lock = RLock()  # reentrant: a dropped LLM may be collected, and leave, at any time
-_users: set[Runtime] = set()  # shares in a runtime that this process started or joined here
+_lock = RLock()  # reentrant: garbage collection of an LLM may call ``leave`` at any time
+_users: set[Runtime] = set()  # the shares in a runtime that this module started or joined
 
 
 def import_ray() -> Any:
@@ -45,7 +45,7 @@ def import_ray() -> Any:
         raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}") from None
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
-    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook it asks for ipywidgets
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # asks for ipywidgets
     import ray
     import ray.util.scheduling_strategies
 
@@ -55,11 +55,14 @@ def import_ray() -> Any:
 class Runtime:
     """A reference-counted share in this process's Ray runtime.
 
-    Ray allows one runtime per process. If one is running already, it is used and never shut down. Otherwise
-    the first share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for
-    None starts a local one, bound to the loopback; the last :meth:`leave` disconnects from it or shuts it
-    down. n_actors: capacity of a local cluster. environment: Ray's runtime environment for this process's
-    work in a cluster that is joined. Raises ``ClusterError``.
+    address: "host:port" of a cluster to join; "auto" for the cluster that Ray finds; None for a new local
+        cluster, reachable only from this machine.
+    n_actors: number of actors that a local cluster must have CPU cores for.
+    environment: Ray's runtime environment for this process's work in a joined cluster; None for the default.
+
+    Ray allows one runtime per process. If Ray is already running, that runtime is used and never shut down.
+    Otherwise the first share starts or joins one, and the last :meth:`leave` shuts it down or disconnects
+    from it. Raises ``ClusterError`` if Ray is missing, too old, does not answer, or is connected elsewhere.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Runtime:
                 raise
 
     def leave(self) -> None:
-        """Release the share; may be called again."""
+        """Release the share; a second call does nothing."""
         with _lock:
             if self in _users:
                 _users.remove(self)
@@ -96,7 +99,14 @@ class Runtime:
         return "cuda" if self.ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
     def reserve(self, kind: str, n: int, each: int) -> Places:
-        """Reserve ``n`` places of ``each`` GPUs or CPUs, all or none. Raises ``DeviceError``."""
+        """Reserve the GPUs or CPUs of all replicas, or none of them.
+
+        kind: "GPU" or "CPU".
+        n: number of replicas.
+        each: number of GPUs or CPUs of a replica, all on one host.
+
+        Raises ``DeviceError`` if the cluster has too few, or too few become free within ``FREE_WITHIN_S``.
+        """
         there = int(self.ray.cluster_resources().get(kind, 0))
         wanted = f"data_parallel_size {n}" + (f" times tensor_parallel_size {each}" if each > 1 else "")
         needs = f"{wanted} needs {n * each} {kind}s" + (f", {each} of a host each" if each > 1 else "")
@@ -118,9 +128,12 @@ class Runtime:
 
 
 class Places:
-    """A placement group: the GPUs or CPUs of each replica, on one host.
+    """A placement group: one place per replica, whose GPUs or CPUs are on one host.
 
-    They stay reserved while a dead replica is replaced.
+    ray: the imported module.
+    kind, n, each: as in ``Runtime.reserve``.
+
+    A place stays reserved while its replica is replaced.
     """
 
     def __init__(self, ray: Any, kind: str, n: int, each: int) -> None:
@@ -132,7 +145,7 @@ class Places:
         return self._group.wait(within_s)
 
     def actor(self, index: int, kind: type, *arguments: Any) -> Any:
-        """Start an actor of class ``kind`` at place ``index``; its previous actor must be gone."""
+        """Start and return an actor of class ``kind`` at place ``index``; its previous actor must be gone."""
         at = self._util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, index)
         return self._ray.remote(**self._options, scheduling_strategy=at)(kind).remote(*arguments)
 
@@ -143,7 +156,7 @@ class Places:
 
 
 def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
-    """Join the cluster at ``address``, or start a local one for None. Raises ``ClusterError``."""
+    """Join the cluster at ``address``, or start a local one if it is None. Raises ``ClusterError``."""
     if address is not None:
         _check_answers(address)
         return _init(ray, address=address, runtime_env=environment)
@@ -163,9 +176,9 @@ def _init(ray: Any, **options: Any) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ``ClusterError`` unless a server at ``address`` opens HTTP/2, as a Ray head's gRPC does.
+    """Raise ``ClusterError`` unless a server at ``address`` answers in HTTP/2, as a Ray head's gRPC does.
 
-    Ray itself would retry for a minute and then end the process.
+    If none answers, Ray itself would retry for a minute and then end the process.
     """
     where = _found() if address == "auto" else address
     try:
@@ -179,7 +192,7 @@ def _check_answers(address: str) -> None:
 
 
 def _found() -> str:
-    """Return the address that "auto" stands for."""
+    """Return the address of the cluster that Ray finds by itself. Raises ``ClusterError`` without one."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:

@@ -1,4 +1,4 @@
-"""The replicas' actors: start, call, await and replace them."""
+"""Start, call, await and replace the replicas' actors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ CALLS_AHEAD = 2  # one runs and the next is queued in the replica's process, so 
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """A replica's place: its actor, and that actor's unanswered calls.
+    """The state of one replica, which outlives the replica's actors.
 
-    actor: None if the replica died too often to be replaced. facts: the answer to an actor's first call,
-    which loads it; None until then. orders, cancelled: requests to begin and to cancel in its next call.
+    index: number of the replica.
+    actor: the Ray actor; None if the replica died too often to be replaced.
+    calls: Ray's references to unanswered calls, earliest first.
+    facts: the properties of the loaded replica; None until it is loaded.
+    orders: requests to begin in the next call.
+    cancelled: ids of requests to cancel in the next call.
     deaths: how often the replica has died since ``Seats.begin``.
     """
 
@@ -41,20 +45,28 @@ class Seat:
 
 
 class Death(NamedTuple):
-    """Why a replica died. is_error: its engine raised ``error``, so another engine could raise it, too."""
+    """Why a replica died.
+
+    is_error: whether its engine raised ``error``, so that the same requests could fail elsewhere too.
+    """
 
     error: BaseException
     is_error: bool
 
 
 class Seats:
-    """The places of ``n`` replicas. make: starts the actor of a place."""
+    """The seats of all replicas.
+
+    ray: the imported module.
+    n: number of replicas.
+    make: starts and returns the actor of the replica with a given index.
+    """
 
     def __init__(self, ray: Any, n: int, make: Callable[[int], Any]) -> None:
         self._ray, self._make = ray, make
         self._seats = [Seat(index) for index in range(n)]
         self._config = SchedulerConfig()
-        self._late = 0.0  # deadline for a replica to be live
+        self._late = 0.0  # when to give up if no replica is loaded by then
 
     def __getitem__(self, index: int) -> Seat:
         return self._seats[index]
@@ -63,7 +75,11 @@ class Seats:
         return len(self._seats)
 
     def load_all(self) -> Facts:
-        """Start all replicas and wait until they are loaded. Raises ``ClusterError``, or the load's error."""
+        """Start all replicas, wait until they are loaded, and return the properties of the first.
+
+        Raises the error of an engine that does not load, or ``ClusterError`` if a replica dies or takes too
+        long.
+        """
         errors = self._ray.exceptions
         for seat in self._seats:
             self._start(seat)
@@ -94,15 +110,19 @@ class Seats:
                 seat.calls.clear()
 
     def keep_busy(self, seat: Seat, has_requests: bool, seconds: float) -> None:
-        """Queue calls of ``seconds`` each, up to ``CALLS_AHEAD``, for a replica with something to do."""
+        """Queue calls to a replica until ``CALLS_AHEAD`` are unanswered.
+
+        has_requests: whether the replica has requests; if not, it is called only to cancel requests.
+        seconds: how long the replica runs per call.
+        """
         while len(seat.calls) < CALLS_AHEAD and (has_requests or seat.cancelled):
             seat.calls.append(seat.actor.advance.remote(seat.orders, seat.cancelled, seconds))
             seat.forget()
 
     def next_answer(self, within_s: float) -> tuple[Seat, Facts | Report | Death] | None:
-        """Return a replica and the answer to its earliest call, or None after ``within_s`` seconds.
+        """Return a seat and the answer to its earliest call, or None after ``within_s`` seconds.
 
-        Raises ``ClusterError`` if no replica has been live for ``LOADS_WITHIN_S``.
+        Raises ``ClusterError`` if no replica has been loaded for ``LOADS_WITHIN_S``.
         """
         first = {seat.calls[0]: seat for seat in self._seats if seat.calls}
         if any(seat.facts is not None for seat in self._seats):
@@ -113,9 +133,9 @@ class Seats:
         return (first[done[0]], self._answer(first[done[0]])) if done else None
 
     def lose(self, seat: Seat, death: Death) -> None:
-        """Replace a replica that has died, killing what is left of it, unless it has died too often.
+        """Kill what is left of a dead replica, and replace it, at most ``MOST_DEATHS`` times.
 
-        Raises ``ClusterError`` if every replica has.
+        Raises ``ClusterError`` if no replica is left.
         """
         self._fetch_done(seat.calls)
         self._ray.kill(seat.actor)
@@ -152,10 +172,10 @@ class Seats:
     def _answer(self, seat: Seat) -> Facts | Report | Death:
         try:
             answer = self._ray.get(seat.calls[0])
-        except self._ray.exceptions.RayTaskError as error:  # its engine may be broken
+        except self._ray.exceptions.RayTaskError as error:  # the engine may be broken
             was_loading = seat.facts is None
             return Death(_raised(error), not was_loading and not isinstance(error.cause, RankError))
-        except self._ray.exceptions.RayError as error:  # its process, node or answer is lost
+        except self._ray.exceptions.RayError as error:  # the process, node or answer is lost
             return Death(error, False)
         seat.calls.popleft()
         if isinstance(answer, Facts):
@@ -164,7 +184,7 @@ class Seats:
 
 
 def _raised(error: Any) -> BaseException:
-    """Return what a replica raised; unless it is a ``RoseError``, with its traceback as a note."""
+    """Return the exception that a replica raised; its traceback is a note, unless it is a ``RoseError``."""
     if not isinstance(error.cause, RoseError):
         error.cause.add_note(str(error))
     return error.cause

@@ -1,1 +1,1 @@
-"""Where the time of a decode step goes on this machine, and what would shorten it: `diagnosis.diagnose`."""
+"""Diagnose where the time of a decode step goes on this machine, and what would shorten the step."""

@@ -1,4 +1,4 @@
-"""Measure this machine's ceilings, against which step times are compared, and other programs' load on it."""
+"""Measure this machine's ceilings, to compare step times with, and the load of other programs on it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from rosellm.lab.records.floors import GIB, measure_ceilings
 from rosellm.lab.records.records import number
 
 LEAST_BYTES = 2**20
-CPU_MATRIX = 1024  # rows and columns
+CPU_MATRIX = 1024  # number of rows and of columns
 MOST_CPU, MOST_GPU = 90, 5  # % of the time that other programs may run
 CPU_SAMPLE_S = 0.5
-LOOKS, EVERY_S, SAMPLE_S = 8, 0.25, 1.0  # the driver's samples last up to a second
+LOOKS, EVERY_S, SAMPLE_S = 8, 0.25, 1.0  # the driver averages over up to a second
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes read, bytes copied (reads plus writes) and FLOPs per µs, and the µs to call one operator.
+    """The highest speeds measured on this machine.
 
-    Reads repeat over the same ``read_size`` bytes: on a CPU as many as a step reads, so if caches hold the
-    whole model, they set the ceiling. ``call_us`` is the host's time to call an operator from Python on a
-    one-element tensor; on a GPU that launches one kernel.
+    read_bytes_per_us: bytes read per µs.
+    copy_bytes_per_us: bytes read plus bytes written per µs of a copy.
+    flops_per_us: FLOPs per µs of a matrix multiplication.
+    call_us: the host's µs to call an operator from Python on one element, which launches a kernel on a GPU.
+    read_size: number of bytes that were read repeatedly. On a CPU, it is what a step reads (at most 1 GiB),
+        so that the caches set the ceiling if they hold the whole model.
     """
 
     read_bytes_per_us: float
@@ -47,7 +50,9 @@ class Ceilings:
 def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -> Ceilings:
     """Measure the ceilings of ``device`` in ``dtype``; takes about a second.
 
-    step_bytes: bytes that a step reads. Raises ``DeviceError`` if a GPU has less than 2.5 GiB of free memory.
+    step_bytes: number of bytes that a step reads.
+
+    Raises ``DeviceError`` if a GPU has less than 2.5 GiB of free memory.
     """
     with torch.inference_mode():
         call_us = _least_us("one.add_(1)", one=torch.zeros(1, device=device))
@@ -75,13 +80,16 @@ def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -
 
 
 def _least_us(statement: str, **operands: torch.Tensor) -> float:
-    """Return the shortest µs of a statement, run for about 0.1 s."""
+    """Return the shortest time of a statement in µs, measured for about 0.1 s."""
     timer = Timer(statement, globals=operands, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=0.1).times) * 1e6
 
 
 def other_load(device: torch.device) -> str:
-    """Describe other programs' load on the CPU or the GPU while this one waits; "" if there is little."""
+    """Describe the load of other programs on the CPU or the GPU; return "" if there is little.
+
+    This process waits meanwhile.
+    """
     if (busy := psutil.cpu_percent(interval=CPU_SAMPLE_S)) > MOST_CPU:
         return f"other programs keep its {psutil.cpu_count()} cores busy {busy:.0f} % of the time"
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes on this machine: ``print(diagnose(model))``."""
+"""Diagnose where the time of a decode step goes on this machine: ``print(diagnose(model))``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 
-ROUGH = 1.5  # slowdown under the profiler from which a step's shares are rough
-EXPLAINED = 0.5  # share of a step
-MOST_CHARACTERS = 100  # a line
+ROUGH = 1.5  # slowdown under the profiler above which a step's shares are inexact
+EXPLAINED = 0.5  # share of a step that must be explained
+MOST_CHARACTERS = 100  # per line
 Load = Callable[[], Transformer]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A step's figures, what bounds it, the remedies tried, and what is undetermined; prints as text.
+    """The diagnosis of a decode step; ``str`` returns it as text.
 
-    busy: why times on this machine cannot be trusted; "" if they can.
+    profile: the step's figures.
+    findings: what bounds the step.
+    trials: the remedies that were tried.
+    undetermined: the questions that remain open, with a way to answer each.
+    busy: why times measured on this machine cannot be trusted; "" if they can be.
     """
 
     profile: Profile
@@ -44,7 +48,7 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[str]:
-        """Short names of the findings, largest first."""
+        """The causes of the findings, in order of decreasing share."""
         return [finding.cause for finding in self.findings]
 
     def __str__(self) -> str:
@@ -74,15 +78,17 @@ def diagnose(
     """Measure ceilings and decode steps, attribute the steps' time, and benchmark remedies.
 
     subject: an ``LLM`` or ``Engine`` (a new engine with the same recipe and weights is measured), a causal
-    language model of transformers (its ``generate`` is measured), or ``Steps``, such as a ``Loop`` over your
-    own code. No remedies are tried for a ``Loop``: compare it with a modified one, by
-    ``trials.try_in_turns``. batch: sequences per step. context: cached tokens per sequence. Prompts are
-    random, with a fixed seed. For ``Steps``, batch and context are ignored. ours: loads the checkpoint of a
-    transformers model into our model; by default, from where transformers loaded it. progress: called with
-    a description of each stage before it starts.
+        language model of transformers (its ``generate`` is measured), or ``Steps``, such as a ``Loop`` over
+        your own code.
+    batch: sequences per step; ignored for ``Steps``.
+    context: cached tokens per sequence; ignored for ``Steps``.
+    ours: loads the checkpoint of a transformers model into our model; None loads it from where transformers
+        loaded it.
+    progress: called with a description of each stage before the stage starts.
 
-    If the machine is busy at the start, no remedy is tried. Raises ``SubjectError``, ``PromptError`` or
-    ``LedgerError``.
+    Prompts are random, with a fixed seed. No remedy is tried for a ``Loop`` (compare it with a modified
+    ``Loop``, by ``trials.try_in_turns``) or if the machine is busy at the start. Raises ``SubjectError``,
+    ``PromptError`` or ``LedgerError``.
     """
     steps = steps_of(subject, batch, context)
     work, ours = steps.work, ours or _loader_of(subject)
@@ -119,7 +125,7 @@ def steps_of(subject: Any, batch: int, context: int) -> Steps:
 
 
 def _loader_of(subject: Any) -> Load | None:
-    """Return a loader of the checkpoint that a transformers model came from, or None if it came from none."""
+    """Return a function that loads the checkpoint of a transformers model; None if it has no checkpoint."""
     folder = getattr(subject, "name_or_path", "")
     if not folder:
         return None
@@ -146,7 +152,7 @@ def _step_told(d: Diagnosis) -> list[str]:
 
 
 def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load | None) -> Iterator[str]:
-    """Yield what remains open, each followed by "; " and how to find out."""
+    """Yield each open question, followed by "; " and a way to answer it."""
     unexplained = 1 - p.floor_us / p.step_us - sum(one.share for one in found if one.bound is not None)
     if unexplained > 1 - EXPLAINED:
         most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share).cause

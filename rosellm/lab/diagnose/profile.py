@@ -1,4 +1,4 @@
-"""Profile a decode step: what ran, waited, was called, read and computed."""
+"""Profile a decode step: its time by cause, and its calls, waits, copies and computations."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ COPYING = frozenset(
 READING_BACK = frozenset(("item", "_local_scalar_dense"))
 REPEATS = 3
 TRACED = 3  # steps
-AGAIN = 2.0  # times the necessary work from which work counts as repeated
+AGAIN = 2.0  # work counts as repeated if it is at least this multiple of the necessary work
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One decode step of ``work``; times in µs, shares of the step from 0 to 1.
+    """The profile of one decode step: times in µs, counts per step, and shares of the step from 0 to 1.
 
-    step_us: unprofiled, the least of ``REPEATS`` means. rows: the ledger's rows, which add up to it (see
-    ``lab.records.ledger``). stretched: slowdown of a profiled step. ``calls``: launches on a GPU, else
-    operators called from Python. ``waits``: host waits for the GPU, else numbers read back by ``.item()``;
-    waits_share: their share, 0 for at most one a step, which is how tokens arrive. copied_share: operators
-    that only copy; copying: the most expensive of them. allocated: bytes of all tensors created. products:
-    matrix-multiply operators called from Python. computed: FLOPs of those GEMMs as called, None if custom
-    kernels run them.
+    step_us: the step's time without the profiler, the minimum of ``REPEATS`` means.
+    stretched: time of a profiled step divided by ``step_us``.
+    rows: the rows of the ledger, whose times add up to ``step_us`` (see ``lab.records.ledger``).
+    functions: the costliest Python functions on the host, then all other functions as one entry.
+    calls: number of launches on a GPU; on a CPU, of operators called from Python.
+    waits: number of host waits for the GPU; on a CPU, of numbers read back by ``.item()``.
+    waits_share: share of ``waits``; 0 for at most one wait, since the step's tokens need one.
+    copied_share: share of the operators that only copy.
+    copying: name of the most expensive operator that only copies.
+    allocated: bytes of all tensors created.
+    products: number of matrix-multiply operators called from Python.
+    computed: FLOPs that PyTorch counts in a step; None for our engine, whose kernels it cannot count.
     """
 
     name: str
@@ -62,37 +67,37 @@ class Profile:
 
     @property
     def idle_share(self) -> float:
-        """Share in which nothing runs: neither kernel nor copy; on a CPU, no operator."""
+        """Share of the step in which nothing runs: no kernel or copy on a GPU, no operator on a CPU."""
         return sum(row.share for row in self.rows if row.kind not in WORKING)
 
     @property
     def transfer_share(self) -> float:
-        """Share in which only copies between host and GPU run."""
+        """Share of the step in which only copies between host and GPU run."""
         return sum(row.share for row in self.rows if row.kind == "copies")
 
     @property
     def calls_share(self) -> float:
-        """Share that the calls take if each costs only as much as a call on one element."""
+        """Share that the calls would take if each were as cheap as a call on one element."""
         return self.calls * self.ceilings.call_us / self.step_us
 
     @property
     def reads(self) -> float:
-        """Average number of GEMMs per weight matrix, as far as they are called from Python."""
+        """Average number of GEMMs per weight matrix, counting only GEMMs called from Python."""
         return self.products / max(1, self.work.n_matrices)
 
     @property
     def reread_share(self) -> float:
-        """Share of reading matrices again, each time for some of the sequences; 0 below ``AGAIN`` reads."""
+        """Share spent on reading weight matrices repeatedly; 0 if ``reads`` is below ``AGAIN``."""
         return self._repeated_share(self.reads, "GEMM", "head")
 
     @property
     def times_computed(self) -> float:
-        """FLOPs as a multiple of those of one new token per sequence; 0 if unknown."""
+        """FLOPs as a multiple of the FLOPs of one new token per sequence; 0 if unknown."""
         return (self.computed or 0.0) / self.work.flops
 
     @property
     def again_share(self) -> float:
-        """Share of computing the past again; 0 below ``AGAIN`` times the FLOPs."""
+        """Share spent on recomputing earlier tokens; 0 if ``times_computed`` is below ``AGAIN``."""
         return self._repeated_share(self.times_computed, "GEMM", "head", "attention")
 
     def _repeated_share(self, times: float, *causes: str) -> float:
@@ -101,32 +106,32 @@ class Profile:
 
     @property
     def read_us(self) -> float:
-        """µs to read all bytes of a step once, at the ceiling."""
+        """The µs to read all bytes of a step once, at the measured read ceiling."""
         return self.work.read_bytes / self.ceilings.read_bytes_per_us
 
     @property
     def compute_us(self) -> float:
-        """µs to multiply with all weights, at the ceiling."""
+        """The µs to multiply with all weights, at the measured FLOPs ceiling."""
         return self.work.flops / self.ceilings.flops_per_us
 
     @property
     def read_share(self) -> float:
-        """Share that ``read_us`` takes; 0 if ``compute_us`` is larger."""
+        """``read_us`` as a share of the step; 0 if ``compute_us`` is larger."""
         return self.read_us / self.step_us if self.read_us >= self.compute_us else 0.0
 
     @property
     def compute_share(self) -> float:
-        """Share that ``compute_us`` takes; 0 unless it is larger than ``read_us``."""
+        """``compute_us`` as a share of the step; 0 unless it is larger than ``read_us``."""
         return self.compute_us / self.step_us if self.compute_us > self.read_us else 0.0
 
     @property
     def floor_us(self) -> float:
-        """The larger of ``read_us`` and ``compute_us``."""
+        """The shortest possible step in µs: the larger of ``read_us`` and ``compute_us``."""
         return max(self.read_us, self.compute_us)
 
 
 def profile_of(steps: Steps) -> Profile:
-    """Run, time, trace and count ``steps``. Raises ``LedgerError`` if a step runs nothing."""
+    """Time and trace ``steps``, and return their profile. Raises ``LedgerError`` if a step runs nothing."""
     work, on_gpu = steps.work, steps.work.device.type == "cuda"
     ceilings = find_ceilings(work.device, work.dtype, work.read_bytes)
     mean_us(steps)
@@ -167,12 +172,12 @@ def mean_us(steps: Steps) -> float:
 
 
 def calls_in(trace: Trace) -> int:
-    """Count operators called from Python; on a GPU, host launches (a captured graph counts once)."""
+    """Count operators called from Python or, on a GPU, host launches (one per captured graph)."""
     return len({e.started for e in trace.of("kernel")}) if trace.on_gpu else len(trace.of("op"))
 
 
 def copies_of(trace: Trace) -> tuple[list[Event], str]:
-    """Return the copying operators, on a GPU the kernels they launched, and the costliest one's name."""
+    """Return the copying operators, or on a GPU their kernels, and the name of the costliest operator."""
     ops = trace.of("op")
     starts = [op.start for op in ops]
     copies, us = [], defaultdict[str, float](float)
@@ -185,7 +190,10 @@ def copies_of(trace: Trace) -> tuple[list[Event], str]:
 
 
 def share_of(events: list[Event], trace: Trace, step_us: float | None = None) -> float:
-    """Return the events' share of a profiled step of ``step_us`` µs, or of its own length; the median."""
+    """Return the share of a profiled step that ``events`` take, the median over the steps of ``trace``.
+
+    step_us: µs of a step; None means each step's own length.
+    """
     return median(
         sum(e.duration for e in events if step.start <= e.started <= step.start + step.duration)
         / (step_us or step.duration)
@@ -196,7 +204,7 @@ def share_of(events: list[Event], trace: Trace, step_us: float | None = None) ->
 def computed_flops(steps: Steps) -> float:
     """Return the floating-point operations of one step that PyTorch's ``FlopCounterMode`` counts.
 
-    They are the difference between a run of three steps and a run of two.
+    The result is the difference between a run of three steps and a run of two.
     """
     counted = []
     for n in (2, 3):

@@ -1,4 +1,4 @@
-"""Rules for what bounds a step: a cause, how it shows in a profile, and what to change."""
+"""Find what bounds a decode step, by rules: each has a cause, its threshold, and its remedies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ GPU, CPU, BOTH = (True,), (False,), (True, False)
 
 
 class Rule(NamedTuple):
-    """A cause that is found on the devices ``on`` from a share ``least`` of the step.
+    """A rule that finds a cause if its share of the step is at least ``least``.
 
-    share: the profile's attribute; 0 if the cause is absent. cures: recipe fields that remove the cause.
+    on: the devices that the rule applies to: True for a GPU, False for a CPU.
+    share: name of the attribute of ``Profile`` that is the cause's share; it is 0 if the cause is absent.
+    cures: recipe fields that can remove the cause.
     """
 
     cause: str
@@ -37,15 +39,18 @@ RULES = (
     Rule("bandwidth", BOTH, "read_share", 0.4, ("attention",)),
     Rule("compute", BOTH, "compute_share", 0.4),
 )
-CEILINGS = ("bandwidth", "compute")  # causes that nothing removes
+CEILINGS = ("bandwidth", "compute")  # limits of the machine: no change of the program removes them
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule's cause and cures, the share of the step that the cause takes, and a sentence.
+    """A cause that a rule found in a profile.
 
-    bound: the largest speedup in tokens per second from removing the cause; None for a ceiling, where only
-    less work helps.
+    share: share of the step that the cause takes.
+    sentence: how the cause shows in the profile.
+    bound: maximum speedup in tokens per second from removing the cause; None for a ceiling, where only less
+        work helps.
+    cures: recipe fields that can remove the cause.
     """
 
     cause: str
@@ -56,7 +61,7 @@ class Finding:
 
 
 def findings(p: Profile) -> tuple[Finding, ...]:
-    """Return the findings for a step, largest share first."""
+    """Return the findings of all rules for a profile, in order of decreasing share."""
     found, told = [], _sentences(p)
     for cause, on, attribute, least, cures in RULES:
         share = getattr(p, attribute)
@@ -69,7 +74,7 @@ def findings(p: Profile) -> tuple[Finding, ...]:
 
 
 def _sentences(p: Profile) -> dict[str, str]:
-    """Return for each cause how it shows in this profile."""
+    """Return, by cause, a sentence on how the cause shows in this profile."""
     work, call_us = p.work, number(p.ceilings.call_us)
     functions = [function for function in p.functions if function.is_one]
     most = max(functions, key=lambda function: function.us, default=None)

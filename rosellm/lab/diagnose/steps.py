@@ -1,4 +1,4 @@
-"""Decode steps that can be repeated: an engine's, those of transformers, or your own code's."""
+"""Repeatable decode steps of an engine, of transformers, or of your own code."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from rosellm.roseinfer.recipe import best_rung
 from rosellm.roseinfer.rung import Rung
 
 STEPS = 6  # per timed run
-ROOM = 3 * STEPS  # new tokens per sequence for all runs after one ``prepare()``
+ROOM = 3 * STEPS  # maximum new tokens per sequence of all runs after one ``prepare()``
 MOST_BATCH, MOST_CONTEXT = 4096, 2**20
 
 
 class SubjectError(RoseError):
-    """The object cannot be diagnosed, or cannot run the given batch or context."""
+    """An object that cannot be diagnosed, or that cannot run the requested batch or context."""
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of one step, which generates a token for each of ``batch`` sequences.
 
-    context: cached tokens per sequence; kv_bytes: all keys and values that the step reads; None if unknown.
-    n_weights: parameters of its ``n_matrices`` matrices; each is read once.
+    context: cached tokens per sequence; None if unknown.
+    n_weights: number of parameters that the step must read, each once.
+    n_matrices: number of matrices among these parameters.
+    kv_bytes: bytes of all keys and values that the step reads; None if unknown.
     """
 
     batch: int
@@ -61,17 +63,17 @@ class Work:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes that a step must read, each once."""
+        """Number of bytes that a step must read: weights, and keys and values if known."""
         return self.weight_bytes + (self.kv_bytes or 0)
 
     @property
     def flops(self) -> float:
-        """FLOPs of the step's GEMMs with weights."""
+        """FLOPs of the step's GEMMs with weights, two per parameter and sequence."""
         return 2.0 * self.n_weights * self.batch
 
 
 class Steps(ABC):
-    """One side of a comparison: ``prepare()``, then ``run(n)`` for up to ``ROOM`` steps in total."""
+    """Decode steps to measure: call ``prepare()``, then ``run(n)`` for up to ``ROOM`` steps in total."""
 
     name: str
     work: Work
@@ -82,7 +84,7 @@ class Steps(ABC):
 
     @abstractmethod
     def run(self, n: int) -> list[float]:
-        """Run ``n`` consecutive steps and return when the host saw each end, in seconds.
+        """Run ``n`` consecutive steps; return the time in seconds at which the host saw each step end.
 
         Each step, except possibly the first, runs inside a ``PROFILED_STEP`` range.
         """
@@ -91,7 +93,9 @@ class Steps(ABC):
 def check_sizes(batch: int, context: int, positions: int) -> None:
     """Check that batch and context are integers in range and fit into ``positions``.
 
-    Raises ``SubjectError`` for a bad value, ``PromptError`` beyond the positions.
+    positions: number of positions of the model, which must also suffice for ``ROOM`` new tokens.
+
+    Raises ``SubjectError`` for an invalid value, ``PromptError`` if the positions do not suffice.
     """
     for name, value, most in (("batch", batch, MOST_BATCH), ("context", context, MOST_CONTEXT)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -104,9 +108,10 @@ def check_sizes(batch: int, context: int, positions: int) -> None:
 
 
 class EngineSteps(Steps):
-    """Greedy decode steps of a recipe on a fresh engine that shares the weights of ``model``; seeded prompts.
+    """Greedy decode steps of a new engine that shares the weights of ``model``, after seeded prompts.
 
-    recipe: None for the device's best rung.
+    recipe: name of a rung, or a recipe; None for the device's best rung.
+    batch, context: sequences per step, and cached tokens per sequence.
     """
 
     def __init__(self, model: Transformer, recipe: str | Rung | None, batch: int, context: int) -> None:
@@ -128,11 +133,15 @@ class EngineSteps(Steps):
 
 
 class Loop(Steps):
-    """Your own code: ``step()`` generates a token for each of ``batch`` sequences with ``model``'s weights.
+    """Decode steps of your own code.
 
-    start: resets what the steps change, such as a cache; called before every run of at most ``ROOM`` steps.
-    kv_bytes: bytes of all cached keys and values in a step; None if unknown. dtype and device are those of
-    the model's first parameter. On a GPU the host synchronizes only after the first and last step of a run.
+    step: generates one token for each sequence.
+    model: its weights are read by a step; its first parameter determines the dtype and device.
+    batch: number of sequences.
+    start: resets what the steps change, such as a cache; called before at most ``ROOM`` steps.
+    kv_bytes: bytes of all cached keys and values that a step reads; None if unknown.
+
+    On a GPU, the host synchronizes only after the first and the last step of a run.
     """
 
     def __init__(
@@ -167,9 +176,10 @@ class Loop(Steps):
 
 
 class TransformersSteps(Steps):
-    """Steps of transformers' own ``generate`` with its cache: greedy, seeded prompts, not compiled.
+    """Greedy decode steps of transformers' ``generate`` with a KV cache, after seeded prompts; not compiled.
 
-    static: preallocate the cache; transformers' default cache grows by one token per step.
+    batch, context: sequences per step, and cached tokens per sequence.
+    static: whether the cache is preallocated; the default cache of transformers grows by one token per step.
     """
 
     def __init__(self, model: Any, batch: int, context: int, static: bool = False) -> None:
@@ -213,14 +223,14 @@ class TransformersSteps(Steps):
 
 
 def cache_name() -> str:
-    """Return the keyword for the cache in this version of transformers; an outdated one causes a warning."""
+    """Return the name of ``generate``'s cache argument, which depends on the version of transformers."""
     from transformers.generation import utils
 
     return "cache" if "cache" in getattr(utils, "ALL_CACHE_NAMES", ()) else "past_key_values"
 
 
 class _Clock:
-    """A stopping criterion that never stops; called after each token, it opens the next step's range."""
+    """A stopping criterion that never stops; it records each token's time and begins a profiler range."""
 
     def __init__(self, steps: int) -> None:
         self.ends: list[float] = []
@@ -235,9 +245,9 @@ class _Clock:
 
 
 def _attended(config: Any, context: int) -> int:
-    """Count the cached tokens that a token attends to, summed over layers.
+    """Return the number of cached tokens that a token attends to, summed over layers.
 
-    If the config has no layer types, all layers use its window.
+    If ``config`` has no layer types, all layers use the window, if any.
     """
     window = getattr(config, "sliding_window", None) or context
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -245,9 +255,9 @@ def _attended(config: Any, context: int) -> int:
 
 
 def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the parameters that a step reads in full, and the matrices among them.
+    """Return the number of parameters that a step reads, and the number of matrices among them.
 
-    Embedding tables, of which a step reads only rows, are excluded unless the head shares them.
+    Embedding tables are excluded, since a step reads only a few of their rows, unless the head shares them.
     """
     others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
     read = {p for m in others for p in m.parameters(recurse=False)}
@@ -255,7 +265,9 @@ def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def load_transformers(name: str, load_format: str, ours: Transformer) -> Any:
-    """Load the same checkpoint as a transformers model, on the device and in the dtype of ``ours``.
+    """Load a checkpoint as a transformers model, on the device and in the dtype of ``ours``.
+
+    name, load_format: the checkpoint and format from which ``ours`` was loaded.
 
     Dummy weights are copied from ``ours``. Raises ``CheckpointError`` if transformers cannot load it.
     """

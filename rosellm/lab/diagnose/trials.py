@@ -1,4 +1,4 @@
-"""Benchmark remedies: a few steps of each candidate, alternating with the diagnosed steps."""
+"""Benchmark remedies: run a few steps of each candidate, in alternation with the diagnosed steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
 TURNS, ATTEMPTS = 3, 3
-MOST_SPREAD = 2.0  # longest over shortest turn; beyond it, something else keeps the machine busy
+MOST_SPREAD = 2.0  # ratio of longest to shortest turn above which other programs disturb the trial
 WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
-MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype
+MOST_COPY_BYTES = 2 * 10**9  # maximum size of weights that are copied to another dtype
 MOST_RUNGS = 3
 
 Make = Callable[[], Steps]
@@ -30,11 +30,16 @@ Make = Callable[[], Steps]
 
 @dataclass(frozen=True)
 class Trial:
-    """Tokens per second of a candidate relative to the diagnosed steps.
+    """The result of comparing a candidate with the diagnosed steps.
 
-    before_us, step_us: µs per step, medians over turns. sign: 1 if every turn is faster, -1 if slower, 0 if
-    turns overlap. spread: longest turn over shortest of the unchanged steps. The printed form gives the ratio
-    only if the difference is significant.
+    before_us: µs per diagnosed step, the median over turns.
+    step_us: µs per step of the candidate, the median over turns.
+    ratio: tokens per second of the candidate divided by those of the diagnosed steps.
+    sign: 1 if every turn of the candidate has more tokens per second than every turn of the diagnosed steps,
+        -1 if every turn has fewer, 0 if the turns overlap.
+    spread: longest turn of the diagnosed steps divided by their shortest.
+
+    ``str`` states the ratio only if ``sign`` is not 0 and the machine was not disturbed.
     """
 
     name: str
@@ -59,7 +64,10 @@ class Trial:
 
 
 def try_in_turns(before: Steps, after: Steps) -> Trial:
-    """Run both sides ``TURNS`` times in alternation, after a warm-up run of each; repeat if disturbed."""
+    """Compare two sides, each run once to warm up, then ``TURNS`` times in alternation.
+
+    If other programs disturb the turns, they are repeated, up to ``ATTEMPTS`` times in total.
+    """
     for side in (before, after):
         mean_us(side)
     for _ in range(ATTEMPTS):
@@ -75,7 +83,10 @@ def try_in_turns(before: Steps, after: Steps) -> Trial:
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:
-    """Return the trials, best first, and for each candidate that could not be tried the reason, by name."""
+    """Try all candidates; return the trials, best first, and why the remaining candidates could not run.
+
+    candidates: functions that make the steps to try, by name; the reasons are by name, too.
+    """
     trials, refused = [], {}
     for name, make in candidates.items():
         try:
@@ -91,11 +102,14 @@ def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial,
 def candidates_for(
     steps: Steps, found: Iterable[Finding], ours: Callable[[], Transformer] | None
 ) -> dict[str, Make]:
-    """Return what to try for an engine's or transformers' steps, by name; nothing for other steps.
+    """Return functions that make the steps to try, by name.
 
-    An engine tries the rungs that cure what was found, transformers a static cache and our best rung on the
-    same checkpoint, which ``ours`` loads into our model (None if it is unknown); both try twice the batch and
-    16-bit weights.
+    found: the findings for ``steps``.
+    ours: loads the checkpoint of a transformers model into our model; None if there is no checkpoint.
+
+    For an engine, these are the rungs that can remove the causes found; for transformers, a static cache and
+    our best rung on the same checkpoint; for both, twice the batch and bfloat16 weights; for other steps,
+    nothing.
     """
     if not isinstance(steps, (EngineSteps, TransformersSteps)):
         return {}
@@ -120,9 +134,12 @@ def candidates_for(
 
 
 def rungs_for(rung: str | None, cures: Iterable[tuple[str, ...]], device: torch.device) -> list[str]:
-    """Return the rungs above ``rung`` to try: the first that helps with each of ``cures``, then the best.
+    """Return the rungs to try: for each cause the first rung above ``rung`` that helps, then the best rung.
 
-    cures: recipe fields that remove a cause. For a recipe that is not a rung (None), only the best rung.
+    At most ``MOST_RUNGS`` are returned, in the order of ``cures``.
+
+    rung: None for a recipe that is not a rung, for which only the best rung is returned.
+    cures: for each cause, the recipe fields that can remove it.
     """
     above = [best_rung(device)]
     if rung is None:

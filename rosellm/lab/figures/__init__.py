@@ -1,4 +1,4 @@
-"""Charts, diagrams and controls. Like all of the lab except ``records``, needs the extra ``notebooks``."""
+"""Charts, diagrams and controls; all of the lab except ``records`` needs the extra ``notebooks``."""
 
 from importlib.util import find_spec
 

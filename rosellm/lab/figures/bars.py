@@ -21,7 +21,11 @@ def before_after(
     *,
     title: str,
 ) -> Chart:
-    """Draw two horizontal bars per label, each pair on its own scale, with the change next to the second."""
+    """Draw two horizontal bars per label, each pair on its own scale, and write the change at the second bar.
+
+    before, after, units: one value per label, and the unit of both values.
+    names: legend of the bars of ``before`` and ``after``.
+    """
     scales = [max(pair) or 1 for pair in zip(before, after, strict=True)]
     texts = [
         [_with_unit(b, u) for b, u in zip(before, units, strict=True)],
@@ -61,8 +65,9 @@ def _with_unit(value: float, unit: str) -> str:
 def waterfall(before: Ledger, after: Ledger, smallest: float = 0.005) -> Chart:
     """Draw a waterfall from one step's time to another's: a bar for each total, and one for every cause.
 
-    Causes are ordered from the largest saving to the largest cost; changes below ``smallest`` of the larger
-    total are merged into "the rest".
+    smallest: changes below this share of the larger total are merged into "the rest".
+
+    Causes are ordered from the largest saving to the largest cost.
     """
     old, new = before.us_by_cause(), after.us_by_cause()
     changes = {cause: new.get(cause, 0.0) - old.get(cause, 0.0) for cause in {**old, **new}}

@@ -1,4 +1,4 @@
-"""Common code of all charts: style, text tables and display."""
+"""Code that all charts share: style, text tables and display."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ TEMPLATE = go.layout.Template(
 
 
 class ChartError(RoseError):
-    """Values that are inconsistent or cannot be drawn."""
+    """Values that are inconsistent or that a chart cannot show."""
 
 
 class Chart(go.Figure):
-    """A plotly figure that also carries its numbers as a text table."""
+    """A plotly figure whose ``table`` holds its numbers as text."""
 
     table = ""
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return an aligned table: text left, figures right, numbers as formatted by ``records.number``.
+    """Return a table as text: words are aligned left, figures right; ``records.number`` formats numbers.
 
-    Raises ``ChartError`` if a row's length differs from that of the headers.
+    Raises ``ChartError`` if a row has more or fewer cells than there are headers.
     """
     rows = [list(row) for row in rows]
     for row in rows:
@@ -82,7 +82,10 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """A table shown as HTML in pages and JupyterLab, else as aligned text; ``notes`` are lines below it."""
+    """A table that is shown as HTML in pages and JupyterLab, and as aligned text elsewhere.
+
+    notes: lines below the table.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -102,12 +105,12 @@ class Table:
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *notes: str) -> None:
-    """Display a :class:`Table`."""
+    """Display a :class:`Table`, with ``notes`` as lines below it."""
     display(Table(headers, [list(row) for row in rows], notes))
 
 
 def _numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Return for each column whether to align it right: it holds numbers, or only texts that are figures."""
+    """Return for each column whether it is aligned right: it has a number, or all its texts are figures."""
     columns = [[row[i] for row in rows] for i in range(len(headers))]
     return [any(map(_is_number, column)) or _are_figures(map(_cell, column)) for column in columns]
 
@@ -137,12 +140,14 @@ def _cell(value: Any) -> str:
 
 
 def say(text: str) -> None:
-    """Display Markdown built from computed values."""
+    """Display ``text`` as Markdown."""
     display(Markdown(text))
 
 
 def show(figure: go.Figure, table: str | None = None) -> None:
-    """Display a figure as plotly JSON, with ``table`` (default: the chart's own) as plain text.
+    """Display a figure as plotly JSON, and a table as its plain text.
+
+    table: None means the chart's own table.
 
     ``make refresh`` adds a PNG for readers without JavaScript.
     """
@@ -150,7 +155,7 @@ def show(figure: go.Figure, table: str | None = None) -> None:
 
 
 def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
-    """Return what :func:`show` displays, by MIME type; floats are rounded to five significant digits."""
+    """Return the data that :func:`show` displays, by MIME type; floats are rounded to five digits."""
     drawn = json.loads(figure.to_json(), parse_float=lambda digits: float(f"{float(digits):.5g}"))
     drawn["config"] = {"displayModeBar": False}
     text = table if table is not None else getattr(figure, "table", "")
@@ -158,7 +163,12 @@ def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
 
 
 def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:
-    """Set title, size and margins; ``body``: height of the plot in pixels without the axis below it."""
+    """Set a chart's title, size, margins and style, and return the chart.
+
+    body: height of the plot in pixels, without the axis below it.
+    legend: names in the legend; without names, there is no legend.
+    has_axis: whether an axis needs space below the plot.
+    """
     lines = textwrap.wrap(title, TITLE_CHARACTERS)
     top, rows = 16 + LINE * len(lines), math.ceil(sum(7 * len(name) + 50 for name in legend) / (WIDTH - 40))
     bottom = (LINE + 2) * rows + (55 if has_axis else 10)
@@ -176,7 +186,7 @@ def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_
 
 
 def short(value: float | None) -> str:
-    """Format three significant digits with a k or M suffix: ``114k``, ``1.91k``."""
+    """Format a number in three significant digits with a suffix k or M, such as ``114k`` or ``1.91k``."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if value is not None and abs(value) >= size * 0.9995:
             return number(float(value / size)) + suffix

@@ -1,4 +1,4 @@
-"""Chart the whole ladder against its floor."""
+"""Chart a value of every rung of the ladder, and its share of the floor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rosellm.lab.records.records import Results, number
 from rosellm.roseinfer.recipe import SIDE_BRANCHES
 
 FLOOR, SHARE, ROW, LABEL = "bytes floor", "% of the floor", 19, 0.85
-RIVALS = (ORANGE, MAGENTA, VIOLET, PALE)  # colours of their lines, in rotation
+RIVALS = (ORANGE, MAGENTA, VIOLET, PALE)  # colours of the lines of rivals, in rotation
 BESIDE = (SKY, VIOLET, ORANGE, MAGENTA)  # colours of other machines' dots, in rotation
 
 Values = Mapping[str, float | None]
@@ -33,8 +33,13 @@ def ladder_chart(
 ) -> Chart:
     """Draw a row per rung, linked to its notebook: its value on a log axis, and its share of the floor.
 
-    ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hollow, their shares hatched. None: not measured. beside: other machines' values by rung, by name.
+    values: by rung; None if not measured.
+    rivals: values of other engines, by name, drawn as lines through all rows.
+    floor: the bytes floor in the unit of the values, drawn as a line; None for no line and no shares.
+    beside: values of other machines by rung, by the machine's name.
+
+    Dots of side branches are hollow, and their shares are hatched. Raises ``ChartError`` for no values, or
+    values of 0 or less.
     """
     beside = beside or {}
     rungs = list(dict.fromkeys(rung for one in (values, *beside.values()) for rung in one))
@@ -78,7 +83,10 @@ def ladder_chart(
 
 
 def values_beside(others: Sequence[Results], workload: str) -> dict[str, dict[str, float]]:
-    """Return machine → rung → whole-run tokens per second; empty for a machine without records."""
+    """Return tokens per second of whole runs of ``workload``, by machine and rung.
+
+    A machine without records has no rungs.
+    """
     return {name_of(results): results.values(workload) for results in others}
 
 
@@ -90,7 +98,7 @@ def _log_range(values: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _add_dots(chart: Chart, name: str, values: Values, rungs: list[str], colour: str) -> None:
-    """Draw dots, not bars, because a log axis has no zero; side branches are hollow."""
+    """Draw a dot per rung (a bar would need a zero, which a log axis lacks), hollow for side branches."""
     symbols = ["circle-open" if rung in SIDE_BRANCHES else "circle" for rung in rungs]
     marker = {"color": colour, "size": 9, "symbol": symbols, "line": {"color": colour, "width": 2}}
     hover = f"%{{x:,.4r}}<extra>{name}</extra>"
@@ -119,7 +127,7 @@ def _write(chart: Chart, text: str, y: float, x: float = 0, xanchor: str = "left
 
 
 def _add_lines(chart: Chart, lines: Mapping[str, float], low: float, high: float, n_rungs: int) -> None:
-    """Draw each line through all rungs, up to its label above them."""
+    """Draw a vertical line per value through all rungs, up to its label above the rungs."""
     colours = {FLOOR: GREEN} | dict(zip((name for name in lines if name != FLOOR), cycle(RIVALS)))
     largest_first = sorted(lines.items(), key=lambda line: -line[1])  # keeps lines from crossing labels
     for row, (name, value) in enumerate(largest_first):

@@ -22,7 +22,13 @@ def step_lines(
     log_y: bool = False,
     floors: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Chart:
-    """Draw a line with markers per series; ``floors`` (a value, or one per x) are dashed."""
+    """Draw a line with markers for each series.
+
+    series: the values at each x, by name; None leaves a gap.
+    floors: dashed lines by name, each a value, or one value per x.
+
+    Raises ``ChartError`` for values of 0 or less on a logarithmic y-axis.
+    """
     dashed: dict[str, Sequence[float]] = {
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
@@ -46,7 +52,7 @@ def step_lines(
 
 
 def log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Return ticks for a log axis from ``10**low`` to ``10**high``; fewer per decade over more decades."""
+    """Return ticks for a log axis from ``10**low`` to ``10**high``, fewer per decade on a longer axis."""
     steps = (1, 2, 5) if high - low < 1.8 else (1, 3) if high - low < 3.2 else (1,)
     ticks = [s * 10.0**k for k in range(math.floor(low), math.ceil(high)) for s in steps]
     return {"tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}

@@ -1,4 +1,4 @@
-"""Colours and hatchings of every figure: one palette that is legible on light and dark pages."""
+"""The palette of all figures: colours and hatchings that are legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT, GRID, INK, PAPER = "#7a7f87", "rgba(127,127,127,0.25)", "#10151c", "#fffff
 HATCHING = {"fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.35, "size": 6, "solidity": 0.25}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
-# Colour and hatching of the decode step's parts, the same in every chart.
+# Colour and hatching of each part of a decode step, in all charts.
 PARTS = {
     "the step": (PALE, "-"),
     "reserve": (PALE, "\\"),
@@ -26,7 +26,7 @@ PARTS = {
     "sample": (GREEN, "-"),
     "commit": (PALE, "+"),
 }
-# Likewise the causes of a ledger. A timeline draws both sets, so all styles are distinct.
+# Colour and hatching of each cause of a ledger. A timeline draws parts and causes, so all styles differ.
 CAUSES = {
     "inputs": (SKY, "/"),
     "mask": (ORANGE, "/"),

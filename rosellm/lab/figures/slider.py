@@ -1,4 +1,4 @@
-"""One figure for every value of a control, with plotly's slider to choose: it needs no kernel."""
+"""Show a figure for each value of a control, chosen by plotly's slider, which works without a kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ class ControlError(RoseError):
 
 @dataclass(frozen=True)
 class Control:
-    """One value to choose: its name and unit, the numbers or strings, and the initial one, or the first."""
+    """A value that the reader chooses.
+
+    label: name and unit of the value.
+    values: the numbers or strings to choose from.
+    first: the initial value; None for the first of ``values``.
+
+    Raises ``ControlError`` without values, or if ``first`` is not among the values.
+    """
 
     label: str
     values: Sequence[Any]
@@ -35,15 +42,17 @@ class Control:
 
     @property
     def start(self) -> int:
-        """The position of the initial value."""
+        """The index of the initial value in ``values``."""
         return 0 if self.first is None else list(self.values).index(self.first)
 
 
 def explore(draw: Callable[..., None], **controls: Control) -> None:
-    """Display the figures that ``draw`` shows for a control's values, one at a time, with a slider to choose.
+    """Display a slider, and the figure that ``draw`` shows for the value chosen with it.
 
-    draw: called with the control's name and each of its values; it must ``show`` exactly one figure. All of
-    them are drawn at once and are parts of one figure, in JupyterLab as in pages.
+    draw: called once for each value, as a keyword argument; must ``show`` exactly one figure.
+    controls: a single control, by the name of the keyword argument.
+
+    The figures of all values are drawn in advance, as parts of one plotly figure. Raises ``ControlError``.
     """
     ((name, control),) = controls.items()
     drawn = [_drawn(draw, {name: value}) for value in control.values]
@@ -74,14 +83,14 @@ def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_room(layout: dict[str, Any]) -> dict[str, Any]:
-    """Make room for the slider above the plot; the title keeps its distance from the top."""
+    """Return a layout with space for the slider above the plot; the title stays as far from the top."""
     height, title, margin = layout["height"] + ROOM, layout["title"], layout["margin"]
     title = title | {"y": 1 - (1 - title["y"]) * layout["height"] / height}
     return layout | {"height": height, "title": title, "margin": margin | {"t": margin["t"] + ROOM}}
 
 
 def _flat(layout: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield plotly's dotted names of all attributes, and their values."""
+    """Yield the dotted name, such as ``xaxis.range``, and the value of every attribute of a plotly layout."""
     for key, value in layout.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{name}{key}.")

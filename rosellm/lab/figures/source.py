@@ -1,4 +1,4 @@
-"""Show the package's own source in a notebook: whole, or two objects compared."""
+"""Show the source of objects of the package in a notebook, or the difference between two of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 class SourceError(RoseError):
-    """An object without source, or a member that does not exist."""
+    """An object without Python source, or a class without the requested member."""
 
 
 def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
     """Display the source of functions, classes and Triton kernels, each under its name and file.
 
-    ``only`` names the class members to show. Line numbers are omitted: nbval compares the output, which must
-    not change with edits further up in the file.
+    only: names of the class members to show; all if empty.
+
+    Line numbers are omitted because nbval compares the output, which must not change with edits further up in
+    the file.
     """
     sources = [source_of(one, only) for one in objects]
     blocks = (f"{_heading(one)}\n```python\n{own}\n```" for one, own in zip(objects, sources, strict=True))
@@ -33,9 +35,9 @@ def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
 
 
 def show_pair(before: object, after: object) -> None:
-    """Display a diff of two sources, with ``-`` and ``+`` for lines that only one of them has.
+    """Display a diff of the sources of two objects.
 
-    Sources that share less than a third of their lines are shown one below the other.
+    If the sources have less than a third of their lines in common, they are shown one below the other.
     """
     old, new = (source_of(one).splitlines() for one in (before, after))
     if SequenceMatcher(None, old, new).ratio() < 1 / 3:
@@ -47,7 +49,9 @@ def show_pair(before: object, after: object) -> None:
 
 
 def source_of(one: Any, only: Sequence[str] = ()) -> str:
-    """Return the dedented source of an object; with ``only``, a class's head and those members.
+    """Return the dedented source of an object.
+
+    only: for a class, the names of the members to return below the class's head; all if empty.
 
     Raises SourceError for an object without source, or a member that the class itself does not define.
     """
@@ -60,7 +64,7 @@ def source_of(one: Any, only: Sequence[str] = ()) -> str:
 
 
 def _members(cls: type, only: Sequence[str]) -> str:
-    """Return a class's decorators and ``class`` line, dots for omitted members, and the named methods."""
+    """Return a class's decorators, its ``class`` line, dots for omitted members, and the members ``only``."""
     if missing := [name for name in only if name not in vars(cls)]:
         there = ", ".join(name for name in vars(cls) if not name.startswith("__"))
         raise SourceError(f"{cls.__name__} does not define {missing[0]}: there are {there}")
@@ -69,7 +73,7 @@ def _members(cls: type, only: Sequence[str]) -> str:
 
 
 def _unwrapped(one: Any) -> Any:
-    """Return the Python function inside a Triton kernel, autotuner, property, class or static method."""
+    """Return the Python function in a Triton kernel, autotuner, property, class method or static method."""
     for name in ("fn", "fget", "func", "__func__"):
         inner = getattr(one, name, None)
         if inner is not None and not inspect.isclass(one):
@@ -87,7 +91,7 @@ def _heading(one: Any) -> str:
 
 
 def _file(one: Any) -> str:
-    """Return the file relative to the checkout, or with its folder; "this notebook" if defined there."""
+    """Return the file of an object: relative to the checkout, or its name and folder, or "this notebook"."""
     path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
     if path.is_relative_to(CHECKOUT / "rosellm"):
         return path.relative_to(CHECKOUT).as_posix()

@@ -1,4 +1,4 @@
-"""Draw a decode step before and after a change, over time: what the host was doing, and what ran."""
+"""Draw timelines of decode steps, such as before and after a change: what the host did, and what ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ WORK = ("operators", "GPU kernels")
 
 
 class _Lane(NamedTuple):
-    """Events in order of start, each with the label that selects its style."""
+    """A named sequence of events, in order of start.
+
+    labels: for each event, the label that selects its style.
+    """
 
     name: str
     events: list[Event]
@@ -29,7 +32,14 @@ class _Lane(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Events drawn as one rectangle, ``busy`` µs wide; ``us`` is the time by label."""
+    """One or more neighbouring events that are drawn as one rectangle.
+
+    start, end: of all events, in µs.
+    busy: the µs during which at least one event runs; the drawn width.
+    us: the µs of the events, by label.
+    first: the earliest event.
+    events: number of events.
+    """
 
     start: float
     end: float
@@ -40,7 +50,7 @@ class _Rectangle(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The label with the most time."""
+        """The label whose events take the most time."""
         return self.us.most_common(1)[0][0]
 
     @property
@@ -50,7 +60,12 @@ class _Rectangle(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A lane as drawn: at ``y``, in a panel of ``span`` µs from ``start``."""
+    """A lane as it is drawn.
+
+    panel: name of the trace.
+    y: vertical position, in lanes from the top.
+    start, span: when the trace starts, and how long it lasts, in µs.
+    """
 
     panel: str
     y: int
@@ -66,18 +81,20 @@ class _Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of its panel in which it is busy."""
+        """The share of the trace during which at least one event runs, from 0 to 1."""
         return self.busy / self.span
 
 
 def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
-    """Draw traces of decode steps by name, one above the other on a common axis in µs; drag to zoom.
+    """Draw traces of decode steps one above the other, on a common axis in µs; drag to zoom.
 
-    Lanes: the engine's ranges by depth, operators called from Python, host waits, GPU kernels and GPU copies.
-    Operators and kernels are coloured by role; empty space is a gap. Neighbours that a ``ZOOM``-fold
-    enlargement could not separate share a rectangle, as wide as their busy time and drawn as the label with
-    most time. The resolution, stated on the axis in µs, is coarsened until there are at most
-    ``MAX_RECTANGLES``. Raises ``ChartError``.
+    traces: the trace of each panel, by the panel's name.
+
+    The lanes of a trace are the engine's ranges by depth, operators called from Python, host waits, GPU
+    kernels and GPU copies. Operators and kernels are coloured by role. Neighbouring events that a
+    ``ZOOM``-fold enlargement could not separate share a rectangle: it is as wide as the events are busy, and
+    has the style of the label with the most time. The resolution, stated on the axis in µs, is coarsened
+    until there are at most ``MAX_RECTANGLES``. Raises ``ChartError`` for a trace without events.
     """
     panels = {name: _lanes(trace) for name, trace in traces.items()}
     for name, lanes in panels.items():
@@ -109,7 +126,7 @@ def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
 
 
 def _lanes(trace: Trace) -> list[_Lane]:
-    """Return the lanes that have events."""
+    """Return the lanes of a trace that have events."""
     operators, steps = trace.of("op"), trace.ranges(STEP_RANGE)
     on_gpu = [event for event in trace.events if event.on_gpu]
     roles = list(zip(on_gpu, roles_of(trace, on_gpu, steps), strict=True))
@@ -147,7 +164,10 @@ def _extent(lanes: list[_Lane]) -> tuple[float, float]:
 
 
 def _rows(panels: Mapping[str, list[_Lane]], sight: float) -> list[_Row]:
-    """Place the lanes below one another, a line apart from the next panel's for its name."""
+    """Return the lanes of all panels from top to bottom, with a free line for the name of each panel.
+
+    sight: as in :func:`_merge`.
+    """
     rows, y = [], 0
     for name, lanes in panels.items():
         start, end = _extent(lanes)
@@ -159,9 +179,9 @@ def _rows(panels: Mapping[str, list[_Lane]], sight: float) -> list[_Row]:
 
 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Merge events within ``sight`` of each other.
+    """Return a lane's events as rectangles, with events merged that lie within ``sight`` µs.
 
-    A rectangle is as wide as its events are busy, so it ends at most ``sight`` too early.
+    A rectangle is as wide as its events are busy, so it ends at most ``sight`` µs too early.
     """
     merged: list[_Rectangle] = []
     done = float("-inf")
@@ -178,7 +198,7 @@ def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
 
 
 def _drawn(rows: list[_Row]) -> Chart:
-    """Draw the bars label by label, in the palette's order, and name the panels and lanes."""
+    """Draw the rectangles as bars, label by label in the palette's order, and name the panels and lanes."""
     by_label: dict[str, list[tuple[_Row, _Rectangle]]] = defaultdict(list)
     for row in rows:
         for one in row.rectangles:
@@ -187,7 +207,7 @@ def _drawn(rows: list[_Row]) -> Chart:
     for label in dict.fromkeys([*STYLES, *by_label]):
         if label in by_label:
             _add_bars(chart, label, by_label[label])
-    for row in {row.panel: row for row in reversed(rows)}.values():  # each panel's first
+    for row in {row.panel: row for row in reversed(rows)}.values():  # the first row of each panel
         text = f"<b>{row.panel}</b>, {number(row.span)} µs"
         style = {"font": {"size": 12, "color": TEXT}, "showarrow": False}
         chart.add_annotation(x=0, xref="paper", xanchor="left", y=row.y - 1, text=text, **style)
@@ -198,7 +218,7 @@ def _drawn(rows: list[_Row]) -> Chart:
 
 def _add_bars(chart: Chart, label: str, bars: list[tuple[_Row, _Rectangle]]) -> None:
     chart.add_bar(
-        x=np.array([one.busy for _, one in bars], np.float32),  # typed arrays are stored packed
+        x=np.array([one.busy for _, one in bars], np.float32),  # plotly stores typed arrays compactly
         y=np.array([row.y for row, _ in bars], np.int8),
         base=np.array([one.start - row.start for row, one in bars], np.float32),
         width=0.8,
@@ -215,6 +235,6 @@ def _add_bars(chart: Chart, label: str, bars: list[tuple[_Row, _Rectangle]]) -> 
 
 
 def _short_name(name: str) -> str:
-    """``void at::native::reduce_kernel<512, …>(…)`` → ``reduce_kernel``; a range's last part."""
+    """Shorten ``void at::native::reduce_kernel<512, …>(…)`` to ``reduce_kernel``, or a range to its end."""
     plain = name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0].strip()
     return (_part(plain) if "::" not in plain else plain.rpartition("::")[2])[:32]

@@ -1,1 +1,1 @@
-"""Run and refresh notebooks, the gallery, and README.md."""
+"""Execute notebooks, refresh their committed outputs, and make the gallery."""

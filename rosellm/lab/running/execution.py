@@ -1,4 +1,4 @@
-"""Execute notebooks by papermill: several at a time, or on the machines of a Ray cluster."""
+"""Execute notebooks by papermill, several at a time."""
 
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
 import os
@@ -34,14 +34,19 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:IProgress not f
 
 
 class NotebookError(RoseError):
-    """A notebook or parameter does not exist, or a notebook cannot be executed as requested."""
+    """A notebook or parameter that does not exist, or a notebook that cannot be executed as requested."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time.
+    """The outcome of executing a notebook.
 
-    machine: the host that ran it, "" for this one.
+    name: the notebook's file name without suffix.
+    seconds: run time.
+    status: "ok", "failed" or "timeout".
+    error: why the notebook failed, in one line; "" if it did not.
+    parameters: the values given for the notebook's parameters, by name.
+    machine: name of the host that ran the notebook; "" for this host.
     """
 
     name: str
@@ -53,7 +58,7 @@ class Outcome:
 
 
 class Executed(NamedTuple):
-    """A notebook's outcome, and its files by name: the executed notebook and its page."""
+    """The outcome of a notebook, and the resulting files by name: the executed notebook and its page."""
 
     outcome: Outcome
     files: dict[str, bytes]
@@ -62,8 +67,8 @@ class Executed(NamedTuple):
 class Kernel(AsyncKernelManager):
     """A kernel of this interpreter, whatever kernels are installed, for the notebook of this thread.
 
-    A TCP port is chosen before the kernel binds it, and might be taken by then. So on Linux the sockets are
-    in the abstract namespace (unix(7)), under a random name.
+    On Linux, its sockets are in the abstract namespace (unix(7)), under a random name, since a TCP port is
+    chosen before the kernel binds it, and another process might take it meanwhile.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,7 +77,7 @@ class Kernel(AsyncKernelManager):
         RUNNING[get_ident()] = self
 
     def start_kernel(self, **options: Any) -> Any:
-        """Start it with ``ENVIRONMENT``."""
+        """Start the kernel with the variables of ``ENVIRONMENT``."""
         return super().start_kernel(env=os.environ | ENVIRONMENT, **options)
 
 
@@ -82,10 +87,13 @@ RUNNING: dict[int, Kernel] = {}  # by the thread that executes a notebook
 def execute(
     notebook: Path, parameters: dict[str, Any], timeout: float, folder: Path | None = None
 ) -> Executed:
-    """Execute a notebook in ``folder`` (default: its own); the file is only read.
+    """Execute a notebook; return its outcome and the resulting files. The notebook's file is only read.
 
-    After ``timeout`` seconds its kernel is killed. This is ``papermill.execute_notebook`` without its change
-    of the working directory, which threads share.
+    parameters: values of the notebook's parameters, by name.
+    timeout: seconds after which the kernel is killed.
+    folder: working folder of the kernel; None means the notebook's folder.
+
+    ``papermill.execute_notebook`` is not used since it changes the working directory, which threads share.
     """
     notebook, started, error = notebook.resolve(), time.monotonic(), ""
     folder = folder or notebook.parent
@@ -128,9 +136,12 @@ def execute(
 def run_here(
     tasks: Mapping[str, Callable[[], Any]], workers: int, interruption: Interruption
 ) -> Iterator[tuple[str, Finished]]:
-    """Yield the tasks' names and results as they finish, ``workers`` at a time, until the interruption.
+    """Run tasks that execute notebooks; yield the name and result of each task when it finishes.
 
-    It kills the kernels of unfinished ones. When this process is killed, its kernels end by themselves.
+    workers: number of tasks that run at a time.
+    interruption: ends the run early and kills the kernels of unfinished tasks.
+
+    If this process is killed, its kernels end by themselves.
     """
     with ThreadPoolExecutor(workers) as pool, tqdm(total=len(tasks), unit="notebook") as bar:
         names = {pool.submit(task): name for name, task in tasks.items()}
@@ -161,7 +172,7 @@ def _kill_after(seconds: float, thread: int, done: Event) -> None:
 
 
 def _kill(thread: int) -> None:
-    """Kill the kernel of a thread's notebook, if it has started, and all that this has started."""
+    """Kill the kernel of a thread's notebook, if it has started, and all child processes of the kernel."""
     process = getattr(getattr(RUNNING.get(thread), "provisioner", None), "process", None)
     if process is not None and process.poll() is None:
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The index of all executed notebooks, with a card for each; it needs no network."""
+"""Make the gallery: an index of all executed notebooks, with a card for each; needs no network."""
 
 import json
 from collections.abc import Sequence
@@ -21,16 +21,18 @@ YOURS = Act("Yours", "Notebooks of your own.", ())
 
 
 def outcomes_in(output: Path) -> dict[str, Outcome]:
-    """Return name → the last outcome of every notebook in the gallery at ``output``."""
+    """Return the last outcome of every notebook in the gallery at ``output``, by the notebook's name."""
     names = [one.name for one in fields(Outcome)]
     return {name: Outcome(**{key: card[key] for key in names}) for name, card in _cards(output).items()}
 
 
 def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:
-    """Write the index of all notebooks run so far; these outcomes' cards are replaced, the others kept.
+    """Replace the cards of the given outcomes in the gallery, and write its index.
 
-    ``notebooks`` are the outcomes' files by name; ``output`` holds the executed ones and their pages.
-    ``pages.js`` gives the title of every page to all of them.
+    notebooks: path of each outcome's notebook, by name.
+    output: folder of the gallery, which holds the executed notebooks and their pages.
+
+    Also writes ``pages.js``, from which every page reads the titles of all pages.
     """
     cards = _cards(output) | {one.name: _card(notebooks[one.name], one, output) for one in outcomes}
     folder = next(iter(notebooks.values())).parent

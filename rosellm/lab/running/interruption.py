@@ -10,9 +10,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """A context in which SIGINT and SIGTERM end nothing, but are recorded for the program to check.
+    """A context in which SIGINT and SIGTERM do not end the program, but are recorded for it to check.
 
-    ``number`` is the first signal's number, None before. Only the main thread can enter it.
+    number: the number of the first signal; None before any signal.
+
+    Only the main thread can enter the context.
     """
 
     number: signal.Signals | None = None
@@ -27,14 +29,14 @@ class Interruption:
             signal.signal(number, handler)
 
     def take_over(self) -> None:
-        """Reinstall the handlers, after a library has replaced them."""
+        """Install the handlers, again if a library has replaced them."""
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def exit_unless_done(self, done: Iterable[str], names: Sequence[str]) -> None:
-        """If a signal came before all of ``names`` were done, say which are, and exit.
+        """If a signal came and not all of ``names`` are done, print which are done, and exit.
 
-        The status is the shell's: 130 for SIGINT, 143 for SIGTERM.
+        The exit status is the shell's: 130 for SIGINT, 143 for SIGTERM.
         """
         done = set(done)
         if self.number is not None and not done.issuperset(names):

@@ -24,7 +24,10 @@ NAME = re.compile(r"(\d\d)_([a-z][a-z0-9_]*)")
 
 
 def draft(name: str) -> str:
-    """Return the notebook ``NN_topic`` as JSON, not executed. Raises NotebookError for an invalid name."""
+    """Return the JSON of a notebook that has not been executed. Raises NotebookError for an invalid name.
+
+    name: two digits and a topic, such as "40_my_idea". If the topic is a rung, the notebook compares it.
+    """
     found = NAME.fullmatch(name)
     if not found:
         raise NotebookError(
@@ -36,7 +39,10 @@ def draft(name: str) -> str:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Execute the draft in ``folder`` and save it there. Raises NotebookError if its number is taken."""
+    """Execute the draft ``name`` in ``folder``, save it there, and return its path.
+
+    Raises NotebookError for an invalid name, or a number that another notebook has.
+    """
     text, path = draft(name), folder / f"{name}.ipynb"
     taken = next(folder.glob(f"{name[:2]}_*.ipynb"), None)
     if taken:

@@ -17,9 +17,10 @@ COPIED = "copied.json"
 
 
 def working_copy(source: Path, folder: Path) -> list[str]:
-    """Copy ``source`` to ``folder``, except over edited files; return those whose original is now newer.
+    """Copy the files of ``source`` to ``folder``, but keep files that were edited there.
 
-    The state of each file when it was copied is stored next to the folder.
+    Returns the names of the kept files whose original has changed since it was copied. A record of the copied
+    contents is stored next to ``folder``.
     """
     record = folder.parent / COPIED
     before = json.loads(record.read_text()) if record.exists() else {}
@@ -41,7 +42,10 @@ def working_copy(source: Path, folder: Path) -> list[str]:
 
 
 def options(root: Path) -> list[str]:
-    """Return JupyterLab's options: this machine only, open the working copy, no news, allow root."""
+    """Return JupyterLab's options: serve only this machine, open the working copy, fetch no news.
+
+    root: the checkout. Running as root is allowed.
+    """
     chosen = [
         "--ip=127.0.0.1",
         f"--ServerApp.root_dir={root}",
@@ -57,7 +61,7 @@ def _digest(path: Path) -> str:
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Update the working copy, then serve JupyterLab until interrupted."""
     for name in working_copy(ROOT / "notebooks", ROOT / "build/lab/notebooks"):
         print(f"build/lab/notebooks/{name} is kept as you edited it; notebooks/{name} is newer")
     from jupyterlab.labapp import main as serve

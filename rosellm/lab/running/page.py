@@ -1,4 +1,4 @@
-"""Render an executed notebook as an HTML page that needs no network, and read what its card tells."""
+"""Render an executed notebook as an HTML page that needs no network, and find the contents of its card."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ SHOWN += ["text/plain"]
 
 
 def page(notebook: NotebookNode, folder: Path) -> str:
-    """Render a notebook as one HTML page; figures are drawn by ``plotly.min.js`` in the same folder.
+    """Render an executed notebook as an HTML page.
 
-    Links to other notebooks of ``folder`` lead to their pages; ``pages.js``, which the gallery writes, says
-    which of them are there.
+    folder: folder of the original notebooks; links to them become links to their pages.
+
+    The page loads two files from its own folder: ``plotly.min.js``, which draws the figures, and
+    ``pages.js``, which the gallery writes and which lists the existing pages.
     """
     notebook = notebook.copy()
     notebook.metadata = {key: value for key, value in notebook.metadata.items() if key != "widgets"}
@@ -46,7 +48,7 @@ def _exporter() -> HTMLExporter:
 
 
 def title(notebook: NotebookNode) -> str:
-    """Return the first Markdown heading, without its markup; "" if there is none."""
+    """Return a notebook's first Markdown heading, without its markup; "" if there is none."""
     for cell in notebook.cells:
         heading = re.search(r"^#+\s+(.+)$", cell.source, re.MULTILINE)
         if cell.cell_type == "markdown" and heading:
@@ -55,20 +57,20 @@ def title(notebook: NotebookNode) -> str:
 
 
 def question(notebook: NotebookNode) -> str:
-    """Return the line in italics below the title; "" if there is none."""
+    """Return the line in italics in a notebook's first cell; "" if there is none."""
     asked = re.search(r"^\*([^*\n]+)\*$", notebook.cells[0].source if notebook.cells else "", re.MULTILINE)
     return asked[1] if asked else ""
 
 
 def reading_minutes(notebook: NotebookNode) -> int:
-    """Estimate minutes to read a notebook: 200 words of prose, or 20 lines of code, per minute."""
+    """Estimate the minutes to read a notebook, at 200 words of prose or 20 lines of code per minute."""
     words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
     code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return max(1, round(words / 200 + sum(bool(line.strip()) for line in code.splitlines()) / 20))
 
 
 def picture(notebook: NotebookNode) -> str:
-    """Return the first PNG or SVG of the outputs as a data URI; "" if there is none."""
+    """Return the first PNG or SVG image in a notebook's outputs, as a data URI; "" if there is none."""
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         data = output.get("data", {})
         if "image/png" in data:

@@ -41,7 +41,10 @@ Renderer = Callable[[dict[str, Any]], bytes]
 
 
 def renewed(committed: NotebookNode, executed: NotebookNode) -> NotebookNode:
-    """Give the committed notebook the executed one's outputs, without what differs between machines."""
+    """Copy the executed notebook's outputs into the committed notebook, in place, and return the latter.
+
+    Metadata that differs between machines is removed.
+    """
     for cell, made in zip(committed.cells, executed.cells, strict=True):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = made.outputs, made.execution_count
@@ -52,7 +55,7 @@ def renewed(committed: NotebookNode, executed: NotebookNode) -> NotebookNode:
 
 
 def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
-    """Add a PNG made by ``render`` to every plotly output, in place."""
+    """Add a PNG, drawn by ``render``, to every plotly output of a notebook, in place; return the notebook."""
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         if PLOTLY in output.get("data", {}):
             output.data["image/png"] = base64.b64encode(render(output.data[PLOTLY])).decode()
@@ -60,9 +63,10 @@ def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
 
 
 def draw(figure: dict[str, Any]) -> bytes:
-    """Draw a plotly figure (JSON) as PNG, in ``PNG_COLOURS`` colours: the file shrinks to a fifth.
+    """Draw a plotly figure, given as JSON, and return the PNG file.
 
-    Raises NotebookError if the machine has no browser for it.
+    With only ``PNG_COLOURS`` colours, the file has a fifth of the size. Raises NotebookError if the machine
+    has no browser that can draw.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # plotly passes its server an ignored option
@@ -76,8 +80,8 @@ def draw(figure: dict[str, Any]) -> bytes:
 
 @contextmanager
 def browser() -> Iterator[Renderer]:
-    """Yield a renderer that reuses one browser. Raises NotebookError if the machine has none."""
-    draw({"data": []})  # kaleido's server hangs without a browser; a single drawing reports it
+    """Yield a renderer that draws all figures in one browser. Raises NotebookError without a browser."""
+    draw({"data": []})  # without a browser, kaleido's server would hang; a single drawing raises an error
     kaleido.start_sync_server(silence_warnings=True)
     try:
         yield draw
@@ -92,11 +96,14 @@ def refresh(
     interruption: Interruption | None = None,
     folder: Path | None = None,
 ) -> list[Path]:
-    """Execute the notebooks in place, two at a time; without a ``renderer`` no PNG is added.
+    """Execute notebooks in place, two at a time; return the finished notebooks.
 
-    timeout: seconds per notebook. folder: see ``execute``. Returns the finished ones, a subset after an
-    ``interruption``. Raises NotebookError for the first one that fails; it and the unfinished ones are
-    unchanged.
+    renderer: draws the PNG that is added to each figure; None adds no PNG.
+    timeout: seconds per notebook.
+    interruption: ends the run early.
+    folder: working folder of the kernels; None means each notebook's folder.
+
+    Raises NotebookError for the first notebook that fails. A failed or unfinished notebook is unchanged.
     """
     there, done = {path.stem: path for path in notebooks}, []
     tasks = {name: partial(execute, path, {}, timeout, folder) for name, path in there.items()}

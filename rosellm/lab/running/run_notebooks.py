@@ -34,10 +34,12 @@ from rosellm.lab.running.sweep import NOTEBOOKS, Finished, Sweep, add_cluster_op
 
 
 def select(folder: Path, wanted: str = "") -> list[Path]:
-    """Return the notebooks of ``folder`` that ``wanted`` selects by path, name, prefix or substring.
+    """Return the notebooks of ``folder`` that ``wanted`` selects.
 
-    ``wanted`` is comma or space separated; "" means all. Raises NotebookError if the folder has no notebook,
-    if a name matches none, or if ``wanted`` has separators but no name.
+    wanted: paths, names, prefixes or substrings of names, separated by commas or spaces; "" means all.
+
+    Raises NotebookError if the folder has no notebook, if a name matches no notebook, or if ``wanted`` has
+    separators but no name.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not found:
@@ -57,7 +59,7 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
 
 
 def parse_parameters(text: str) -> dict[str, Any]:
-    """Parse space-separated ``name=value`` pairs; a value is YAML, as after papermill's ``-y``.
+    """Parse ``name=value`` pairs, separated by spaces; the values are YAML, as after papermill's ``-y``.
 
     Examples: ``quick=false``, ``batch=[1, 2]``. Raises NotebookError for a pair that cannot be parsed.
     """
@@ -74,7 +76,7 @@ def parse_parameters(text: str) -> dict[str, Any]:
 
 
 def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
-    """Raise NotebookError unless every notebook has every parameter, of a matching type."""
+    """Raise NotebookError unless every notebook has all ``parameters``, with defaults of the same type."""
     for notebook in notebooks if parameters else ():
         try:
             known = papermill.inspect_notebook(notebook)
@@ -84,7 +86,7 @@ def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> N
             if name not in known:
                 there = ", ".join(sorted(known)) or "none"
                 raise NotebookError(f"{notebook.stem} has no parameter {name!r}: it has {there}")
-            default = None  # unless it is a literal: takes any value
+            default = None  # a default that is not a literal: the parameter takes any value
             with suppress(ValueError, SyntaxError):
                 default = ast.literal_eval(known[name]["default"])
             if not _is_like(value, default):
@@ -93,7 +95,7 @@ def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> N
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Return whether ``value`` may replace ``default``: the same type, or an integer for a float."""
+    """Return whether ``value`` may replace ``default``: same type, or an integer in place of a float."""
     if isinstance(default, list):
         return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
     return default is None or type(value) in ({float: (float, int)}.get(type(default)) or (type(default),))
@@ -108,15 +110,19 @@ def run(
     interruption: Interruption | None = None,
     cluster: str | None = None,
 ) -> list[Outcome]:
-    """Execute the notebooks, ``workers`` at a time, and publish each in ``output`` when it has finished.
+    """Execute notebooks, publish each in ``output`` when it finishes, and return their outcomes.
 
-    timeout: seconds per notebook. cluster: the address of a Ray cluster that executes them, whatever
-    ``workers`` is; each notebook gets a GPU if the cluster has any and the parameter ``device`` is not "cpu".
-    With a cluster, notebooks whose results in ``output`` are still current are not executed again.
+    output: folder of the gallery; created if missing.
+    parameters: values of the notebooks' parameters, by name; None means the defaults.
+    workers: number of notebooks that run at a time on this machine.
+    timeout: seconds per notebook.
+    interruption: ends the run early; only finished notebooks have an outcome.
+    cluster: address of a Ray cluster that executes the notebooks, whatever ``workers`` is; None means this
+        machine. On a cluster, each notebook is given a GPU if there is any and the parameter ``device`` is
+        not "cpu"; notebooks whose results in ``output`` are still current are not executed again.
 
-    Returns when all notebooks have finished, or at an ``interruption``: the outcomes of those that have, by
-    name. Raises NotebookError before anything runs, if a notebook lacks a parameter or has it with another
-    type, or if ``output`` cannot be a folder.
+    The outcomes are sorted by name. Raises NotebookError before anything runs, if a notebook does not have a
+    parameter of that name and type, or if ``output`` cannot be a folder.
     """
     parameters, interruption = parameters or {}, interruption or Interruption()
     check_parameters(notebooks, parameters)
@@ -147,7 +153,7 @@ def run(
 
 
 def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], output: Path) -> Outcome:
-    """Write a notebook's files and replace its card; remove files that only an earlier run produced."""
+    """Write a notebook's files, remove those that only an earlier run produced, and replace its card."""
     lost = Executed(Outcome(notebook.stem, finished.seconds, "failed", finished.error, parameters), {})
     outcome, files = finished.value or lost
     outcome = replace(outcome, machine=finished.machine)
@@ -162,7 +168,10 @@ def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], out
 
 
 def _current(notebooks: Sequence[Path], output: Path, parameters: dict[str, Any]) -> dict[str, Outcome]:
-    """Return the outcomes of notebooks whose results in ``output`` are newer than all that they depend on."""
+    """Return, by name, the outcomes in ``output`` that are newer than everything they depend on.
+
+    Only successful outcomes with equal ``parameters`` are returned.
+    """
     known, newest = outcomes_in(output), max(map(_changed, _sources(notebooks[0].parent)))
     return {
         path.stem: known[path.stem]
@@ -174,7 +183,7 @@ def _current(notebooks: Sequence[Path], output: Path, parameters: dict[str, Any]
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """Yield the files that notebooks depend on: the package, records and exhibits."""
+    """Yield the files that the notebooks of ``folder`` depend on: the package, records and exhibits."""
     yield from Path(rosellm.__file__).parent.rglob("*.py")
     for pattern in ("*/**/*.json", "*/**/*.py"):
         yield from folder.glob(pattern)
@@ -185,7 +194,7 @@ def _changed(path: Path) -> float:
 
 
 def parsed(parser: OneLineParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Path]]:
-    """Parse a command line after adding the options that choose notebooks; return it and the chosen ones."""
+    """Add the options that select notebooks, parse ``argv``, and return the options and the notebooks."""
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
     parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")

@@ -1,6 +1,6 @@
-"""Save 1.5 s: jsonschema, which validates notebooks, compiles a grammar for IRIs, which they do not use.
+"""Save 1.5 s when a program imports nbformat, papermill or nbconvert; import this module before them.
 
-Import before nbformat, papermill and nbconvert.
+To validate notebooks, they import jsonschema, which would compile a grammar for IRIs. Notebooks have no IRIs.
 """
 
 import sys

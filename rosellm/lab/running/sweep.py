@@ -1,4 +1,4 @@
-"""Run tasks on the machines of a Ray cluster: functions are sent out, and their results come back."""
+"""Run tasks, which are functions of this package, on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from rosellm.lab.running.interruption import Interruption
 RETRIES = 3
 ABSENT_S = 60.0
 INTERRUPTED_WITHIN_S = 0.25
-NOTEBOOKS = "notebooks"  # their folder, below the working folder of every task
+NOTEBOOKS = "notebooks"  # the notebooks' folder, below the working folder of every task
 UNWANTED = shutil.ignore_patterns("__pycache__", ".*")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A task's result: its ``value``, or ``error`` in one line. machine: its host's name."""
+    """The result of a task.
+
+    machine: name of the host that ran the task; "" for this host, or if unknown.
+    seconds: run time.
+    value: what the task returned.
+    error: why the task failed, in one line; "" if it did not.
+    """
 
     machine: str = ""
     seconds: float = 0.0
@@ -40,11 +46,14 @@ class Finished:
 
 
 class Sweep:
-    """A Ray cluster for the duration of a ``with``; tasks that still run at its end are killed.
+    """A connection to a Ray cluster, as a context; tasks that still run when it ends are killed.
 
-    The machines need RoseLLM's dependencies. This copy of RoseLLM is sent to them, and so is the folder
-    ``notebooks``; no shared file system is needed. address: see ``Runtime``. interruption: already entered;
-    it ends a run early. Raises ``ClusterError``.
+    address: address of the cluster (see ``Runtime``).
+    interruption: a context that has been entered; ends a run early.
+    notebooks: folder that is sent to the machines; None for none.
+
+    The machines need RoseLLM's dependencies, but no shared file system: this copy of RoseLLM is sent to them.
+    Raises ``ClusterError`` if the cluster cannot be joined.
     """
 
     def __init__(self, address: str, interruption: Interruption, notebooks: Path | None = None) -> None:
@@ -62,9 +71,9 @@ class Sweep:
         self._runtime.leave()
 
     def takes_gpu(self, device: str) -> bool:
-        """Return whether tasks for ``device`` get a GPU each; with "auto" if the cluster has any.
+        """Return whether each task for ``device`` is given a GPU; for "auto", if the cluster has any.
 
-        Raises ``DeviceError`` for "cuda" without one.
+        Raises ``DeviceError`` for "cuda" if the cluster has no GPU.
         """
         there = self._runtime.device() == "cuda"
         if device == "cuda" and not there:
@@ -74,11 +83,15 @@ class Sweep:
     def run(
         self, tasks: Mapping[str, Callable[[], Any]], on_gpu: bool, unit: str
     ) -> Iterator[tuple[str, Finished]]:
-        """Yield the tasks' names and results as they finish; each task has its own CPU core, and GPU if any.
+        """Run tasks on the cluster; yield the name and result of each task when it finishes.
 
-        A task is a function of this package, or a ``partial`` of one. If its machine or process is lost, it
-        is retried up to ``RETRIES`` times. Unfinished tasks are dropped on interruption. Raises
-        ``ClusterError`` if no machine that could run the rest is available for ``ABSENT_S``.
+        tasks: functions of this package, or their ``partial`` objects, by name.
+        on_gpu: whether each task has a GPU of its own; it always has a CPU core of its own.
+        unit: what a task is, for the progress bar.
+
+        A task whose machine or process is lost is retried up to ``RETRIES`` times. Unfinished tasks are
+        dropped on interruption. Raises ``ClusterError`` if the cluster has no machine that could run the
+        remaining tasks for ``ABSENT_S``.
         """
         with tqdm(total=len(tasks), unit=unit, disable=not tasks) as bar:
             for name, finished in self._run(tasks, on_gpu):
@@ -89,9 +102,9 @@ class Sweep:
                 yield name, finished
 
     def call(self, task: Callable[[], Any], on_gpu: bool) -> Any:
-        """Return the result of a single task.
+        """Run a single task, and return what it returns.
 
-        Raises ``RoseError`` with the task's error, or ``KeyboardInterrupt``.
+        Raises ``RoseError`` with the task's error, or ``KeyboardInterrupt`` on interruption.
         """
         for _name, finished in self._run({"": task}, on_gpu):
             if finished.error:
@@ -110,7 +123,10 @@ class Sweep:
                 yield calls[call], Finished(error=in_one_line(getattr(error, "cause", None) or error))
 
     def _finishing(self, calls: list[Any], resource: str) -> Iterator[Any]:
-        """Yield the calls as they finish, until the interruption."""
+        """Yield each call when it finishes, until the interruption.
+
+        resource: "GPU" or "CPU", which the cluster needs for the remaining calls.
+        """
         seen = monotonic()
         while calls and self._interruption.number is None:
             done, calls = self._ray.wait(calls, timeout=INTERRUPTED_WITHIN_S)
@@ -125,21 +141,21 @@ class Sweep:
 
 
 def add_cluster_option(parser: ArgumentParser) -> None:
-    """Add ``--cluster``, the address for a :class:`Sweep`; None without it."""
+    """Add the option ``--cluster``, the address for a :class:`Sweep`; its default is None."""
     text = "run on a Ray cluster: auto, or the host:port of its head; existing results are kept"
     parser.add_argument("--cluster", metavar="ADDRESS", help=text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the first line of an error's type and message; of a ``RoseError`` only the message."""
+    """Return an error's type and message, or only the message of a ``RoseError``, cut to the first line."""
     return (str(error) if isinstance(error, RoseError) else describe(error)).partition("\n")[0]
 
 
 def _execute(task: Callable[[], Any]) -> Finished:
-    """Run a task on a machine of the cluster; SIGTERM from Ray ends the process at once.
+    """Run a task on a machine of the cluster, in a process that SIGTERM from Ray ends at once.
 
-    Ray sends SIGKILL soon after, and a partly cleaned-up process would leave children that do not notice its
-    end.
+    Ray sends SIGKILL soon after SIGTERM. If it ended the process in the middle of a cleanup, child processes
+    could remain that do not notice its end.
     """
     machine, started = platform.node(), monotonic()
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -153,7 +169,7 @@ def _execute(task: Callable[[], Any]) -> Finished:
 
 
 def _stage(folder: Path, notebooks: Path | None) -> None:
-    """Copy the checkout's ``rosellm`` and ``notebooks``, as far as tasks need them."""
+    """Copy the package to ``folder`` and, unless None, ``notebooks`` with the results and exhibits."""
     shutil.copytree(Path(rosellm.__file__).parent, folder / "rosellm", ignore=UNWANTED)
     if notebooks is not None:
         for name in ("results", "exhibits"):

@@ -1,1 +1,1 @@
-"""A reader's own kernel: checked against its specification, then run as a rung of the ladder."""
+"""Try a reader's own kernel: check it against its specification, then run it as a rung of the ladder."""

@@ -1,4 +1,4 @@
-"""Which rungs call which kernel (see ``assembly``)."""
+"""Find out which rungs call which kernel, according to how ``assembly`` builds a rung's step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ FUSED: Fields = {"append": ("fused",)}
 
 
 class Role(NamedTuple):
-    """A kernel's role in a ledger, and the recipe fields with which a step calls it."""
+    """A kernel's role.
+
+    name: the cause of the kernel's time in a ledger.
+    fields: the values of recipe fields with which a step calls the kernel; all fields must match.
+    """
 
     name: str
     fields: Fields
@@ -40,7 +44,7 @@ ROLES = {
 
 
 def refusal(kernel: str, rung: str) -> str:
-    """Return why ``rung`` never calls ``kernel``, and the last earlier rung that does; "" if it does."""
+    """Return why ``rung`` never calls ``kernel``, and the nearest rung that does; "" if ``rung`` does."""
     if not (reason := _mismatch(kernel, rung)):
         return ""
     below: str | None = BEFORE.get(rung)
@@ -52,7 +56,7 @@ def refusal(kernel: str, rung: str) -> str:
 
 
 def _mismatch(kernel: str, rung: str) -> str:
-    """Return which field keeps a rung's step from calling the kernel; "" if it is called."""
+    """Describe the recipe field that keeps a rung from calling the kernel; "" if the rung calls it."""
     recipe = LADDER[rung].as_dict()
     for field, values in ROLES[kernel].fields.items():
         if (found := recipe[field]) not in values:

@@ -1,4 +1,4 @@
-"""The sizes with which a kernel is tried."""
+"""The sizes of the calls with which a kernel is tried."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import torch
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 
-EPS = 1e-2  # large enough for an omission to show
-POSITIONS = 1100  # more than the contexts that every kernel is tried on
+EPS = 1e-2  # of norms; large enough that a kernel without it fails
+POSITIONS = 1100  # more than the tokens of every context in the fixed cases
 Operands = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one call; a kernel uses those that its operands have.
+    """The sizes of one call; a kernel uses only the sizes that its operands have.
 
-    option: selects one of its uses. cached: tokens of the first row's context, 0 for a short one.
+    rows: number of rows, one per sequence or token.
+    width: number of input columns.
+    outputs: number of output columns, or the size of the vocabulary.
+    option: selects one of the kernel's uses.
+    cached: number of cached tokens of the first row; 0 for a short context.
     """
 
     rows: int
@@ -37,7 +41,7 @@ class Case:
 
     @property
     def positions(self) -> int:
-        """Positions of the model: more than are cached."""
+        """The number of positions of the model: more than the cached tokens."""
         return max(POSITIONS, self.cached + 2)
 
 
@@ -59,9 +63,12 @@ MOST_RANDOM, USES = 20, 6
 def cases(
     model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int, context: int = 0
 ) -> Iterator[Case]:
-    """Yield sizes from the smallest to GPT-2's, a Llama's, long ones and the model's own, then random ones.
+    """Yield the cases to try: fixed sizes, from the smallest to those of GPT-2 and Llama, then random sizes.
 
-    Options alternate per case, dtypes every third case. context: cached tokens of two additional cases.
+    model: architecture whose sizes are an additional case; None for none.
+    dtypes: alternate every three cases; ``option`` increases with every case.
+    n_random: number of random cases.
+    context: number of cached tokens of two additional cases; 0 for none.
     """
     rng = np.random.default_rng(seed)
     sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]

@@ -1,4 +1,4 @@
-"""Check a reader's kernel against its specification: the torch version of its name in ``kernels.table``."""
+"""Check a reader's kernel against its specification, the torch version of that name in ``kernels.table``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rosellm.triton_or_none import has_triton, triton
 UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens")  # trials use no filters or penalties
 NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
-BY_POSITION = {"gumbel_noise", "plan_attention"}  # called positionally by the engine
-COPIED = torch.float32, torch.float16, torch.bfloat16  # independent of the model's dtype
+BY_POSITION = {"gumbel_noise", "plan_attention"}  # the engine passes the operands by position
+COPIED = torch.float32, torch.float16, torch.bfloat16  # dtypes of appends, which only copy
 N_RANDOM = 4
-MOST_TOLD = 4  # faults to print
+MOST_TOLD = 4  # number of faults to print
 
 
 class KernelError(RoseError):
-    """A kernel that is wrong, that the rung does not call, or that has nothing to draw."""
+    """A kernel that is wrong, that the rung does not call, or that cannot be timed or charted."""
 
     def _render_traceback_(self) -> list[str]:  # called by IPython
         return [f"{type(self).__name__}: {self}"]
@@ -42,9 +42,15 @@ class KernelError(RoseError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of :func:`check_kernel`. case: the operands of the call that failed; "" if none did.
+    """The result of :func:`check_kernel`.
 
-    launched: names of the Triton kernels that it launched. interpreted: whether they ran on a CPU.
+    kernel: the name of the kernel.
+    n_cases: number of cases that were tried.
+    seed: seed of the inputs.
+    case: description of the operands of the call that failed; "" if no call failed.
+    faults: a line for each fault of that call.
+    launched: names of the Triton kernels that the kernel launched; empty if it failed.
+    interpreted: whether Triton's interpreter ran them on a CPU.
     """
 
     kernel: str
@@ -80,16 +86,20 @@ def check_kernel(
     n_random: int = N_RANDOM,
     context: int = 0,
 ) -> Verdict:
-    """Try ``kernel`` in place of the kernel ``name``, up to the first case that fails.
+    """Compare ``kernel`` with the specification ``name`` in many cases, up to the first case that fails.
 
-    Sizes range from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64),
-    a Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, a
-    vocabulary of 5,000, 8,448 columns and the model's, then ``n_random`` random ones; the long ones with each
-    option of the kernel. Inputs are new each time; a verdict states their seed. Like in the engine, operands
-    are passed by name, or by position to ``BY_POSITION``.
+    kernel: called like the kernel in the engine, with operands by name, or by position for ``BY_POSITION``.
+    seed: seed of the inputs; None draws a seed, which the verdict states.
+    model: architecture whose sizes are tried, too; None for none.
+    dtype: checked besides fp32; appends are checked in fp32, fp16 and bfloat16 instead.
+    device: None means a GPU if available, else the CPU.
+    n_random: number of cases with random sizes.
+    context: number of cached tokens of two additional cases; 0 for none.
 
-    dtype: the model's, checked besides fp32; appends are checked in all types. model: its sizes are tried,
-    too. Raises KernelError for an unknown name.
+    The fixed sizes range from one row and one column over odd sizes to those of GPT-2 (33 rows, 12 heads of
+    64, blocks of 64) and Llama (heads of 128, 2,048 columns), and to long ones: contexts of 300 and 1,025
+    cached tokens, a vocabulary of 5,000 and 8,448 columns, each with every option of the kernel. Raises
+    KernelError for an unknown name.
     """
     check_name(name, kernel)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -108,7 +118,7 @@ def check_kernel(
 
 
 def check_name(name: str, kernel: object) -> None:
-    """Raise KernelError unless a kernel ``name`` exists and ``kernel`` is callable."""
+    """Raise KernelError unless a kernel ``name`` exists that can be tried, and ``kernel`` is callable."""
     if name in UNTRIED:
         raise KernelError(f"{name} serves requests with filters or penalties, which a trial does not run")
     if name not in NAMES:
@@ -123,7 +133,7 @@ def check_name(name: str, kernel: object) -> None:
 def faults_of(
     name: str, kernel: Callable[..., Any], case: Case, seed: int, device: torch.device
 ) -> list[str]:
-    """Return what ``kernel`` does wrong in one case, a line each; [] if it matches the specification."""
+    """Return a line for each fault of ``kernel`` in one case; [] if it matches the specification."""
     wanted, drawn, exact = Draw(seed, device), Draw(seed, device), name in EXACT
     make = getattr(makers, name)
     expected = _results(name, _called(name, getattr(TORCH, name), make(case, wanted)))
@@ -147,14 +157,17 @@ def _called(name: str, kernel: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the root cause, which Triton's interpreter wraps."""
+    """Return the first line of an error's root cause, which Triton's interpreter wraps in other errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return describe(error).splitlines()[0]
 
 
 def _results(name: str, returned: Any) -> list[Any] | None:
-    """Return a kernel's results as a list; the LM head's per-tile results are reduced to one."""
+    """Return the results to compare as a list; None if the kernel returned nothing.
+
+    The LM head's results per tile are reduced to one per row; ties go to the lowest index.
+    """
     if not isinstance(returned, tuple):
         return None if returned is None else [returned]
     results = list(returned[2:] if name == "plan_attention" else returned)
@@ -190,7 +203,7 @@ def _form(results: list[Any] | None) -> str:
 
 
 def described(given: Mapping[str, Any]) -> str:
-    """Describe operands in one line: shapes, types and row strides of tensors, other values as they are."""
+    """Describe operands in one line: tensors by shape, dtype and row stride, and other values by ``str``."""
     return ", ".join(f"{name} {_described(value)}" for name, value in given.items())
 
 
@@ -211,7 +224,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def triton_kernels(name: str, kernel: Callable[..., Any], device: torch.device) -> frozenset[str]:
-    """Return the names of the Triton kernels that ``kernel`` launches, whichever way it is used."""
+    """Return the names of the Triton kernels that ``kernel`` launches, over all its options."""
     with launches() as launched:
         for option in range(USES):
             faults_of(name, kernel, replace(ODD, option=option), 0, device)
@@ -220,7 +233,7 @@ def triton_kernels(name: str, kernel: Callable[..., Any], device: torch.device) 
 
 @contextmanager
 def launches() -> Iterator[set[str]]:
-    """Yield a set that collects the names of the Triton kernels launched meanwhile, interpreted or not."""
+    """Yield a set that collects the names of the Triton kernels launched within the context."""
     seen: set[str] = set()
     if not has_triton:
         yield seen
@@ -237,7 +250,7 @@ def launches() -> Iterator[set[str]]:
 
 
 def _name(kernel: Any) -> str:
-    """Return the kernel function's name, even if autotuned."""
+    """Return the name of a Triton kernel's function, even if the kernel is autotuned."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return getattr(kernel, "__name__", "a Triton kernel")

@@ -1,9 +1,9 @@
-"""Memory for trying a kernel, in which stray accesses are detected.
+"""Memory for trying a kernel, in which accesses outside the operands are detected.
 
-Every operand is a window of a larger buffer. The surrounding memory looks like the operand itself, so that an
-overrun reads plausible values without crashing, and is compared bit by bit afterwards. Memory that a kernel
-allocates is poisoned and lies between guards, too. Accesses farther away are not caught: on a GPU they can
-end the CUDA context.
+Every operand is a window of a larger buffer. The memory on both sides, the guards, repeats the operand's
+values, so that reads outside the window are plausible and do not crash; it is compared bit by bit afterwards.
+Tensors that a kernel allocates lie between guards, too, and are poisoned (filled with NaN) if uninitialised.
+Accesses beyond the guards are not detected; on a GPU they can end the CUDA context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from rosellm.roseinfer.cache.device_state import DeviceState
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-POISON = {1: 0x5A, 2: 0x7E5A, 4: 0x7FC5A5A5, 8: 0x7FF85A5A5A5A5A5A}  # NaNs, by element size
-GUARD_ROWS, LEAST_GUARD, MOST_GUARD = 64, 256, 1 << 20  # the last two: elements
+POISON = {1: 0x5A, 2: 0x7E5A, 4: 0x7FC5A5A5, 8: 0x7FF85A5A5A5A5A5A}  # NaNs, by element size in bytes
+GUARD_ROWS, LEAST_GUARD, MOST_GUARD = 64, 256, 1 << 20  # rows, elements, elements
 ALLOCATORS = {
     torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided,
 }  # fmt: skip
@@ -28,22 +28,25 @@ FILLED = {
     torch.zeros, torch.zeros_like, torch.ones, torch.ones_like, torch.full, torch.full_like,
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
 }  # fmt: skip
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # times (1 + |expected|)
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # multiplied by 1 + |expected|
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns of ``x`` as integers, on the host."""
+    """Return the bit patterns of ``x`` as integers of the same size, on the host."""
     return x.view(BITS[x.dtype.itemsize]).cpu()
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor whose element bits are ``POISON``: NaN in all floating-point types."""
+    """Return a tensor filled with the bits of ``POISON``, which are NaN in all floating-point types."""
     size = dtype.itemsize
     return torch.full(shape, POISON[size], dtype=BITS[size], device=device).view(dtype)
 
 
 def faulty(found: Tensor, expected: Tensor, exact: bool) -> Tensor:
-    """Return a mask of the wrong elements: bits differ and, unless ``exact``, values are not close."""
+    """Return a boolean mask of the wrong elements, on the host.
+
+    exact: whether an element is wrong if any bit differs; otherwise it is wrong if its value is not close.
+    """
     differ = bits(found) != bits(expected)
     if exact or not found.is_floating_point():
         return differ
@@ -53,7 +56,11 @@ def faulty(found: Tensor, expected: Tensor, exact: bool) -> Tensor:
 
 
 def fault(name: str, wrong: Tensor, found: Tensor, expected: Tensor, kind: str) -> str:
-    """Describe in one line the first wrong element, its value, the expected value, and the count."""
+    """Describe the first wrong element and the number of wrong elements in one line.
+
+    wrong: the mask that :func:`faulty` returned.
+    kind: what is wrong with these elements, such as "never written".
+    """
     place = tuple(wrong.nonzero()[0].tolist())
     there, wanted = _values(found[place], expected[place])
     n = f"{int(wrong.sum()):,} of {wrong.numel():,} elements"
@@ -61,7 +68,7 @@ def fault(name: str, wrong: Tensor, found: Tensor, expected: Tensor, kind: str) 
 
 
 def _values(found: Tensor, expected: Tensor) -> tuple[str, str]:
-    """Format both with enough digits to distinguish them."""
+    """Format two numbers with enough digits to distinguish them."""
     short = _value(found), _value(expected)
     return short if short[0] != short[1] else (_value(found, 9), _value(expected, 9))
 
@@ -74,15 +81,20 @@ def _value(x: Tensor, digits: int = 4) -> str:
 
 @dataclass
 class Buffer:
-    """Flat memory, and the operands that are windows of it, by name."""
+    """Memory with guards, as a flat tensor.
+
+    windows: the operands in this memory, by name.
+    """
 
     memory: Tensor
     windows: dict[str, Tensor] = field(default_factory=dict)
 
     def faults(self, before: Tensor, expected: Buffer, exact: bool) -> Iterator[str]:
-        """Yield what is wrong after a call.
+        """Yield a line for each fault in this memory after a call.
 
-        before: the memory before the call; expected: the memory after the specification ran.
+        before: the memory before the call.
+        expected: an equal buffer, on which the specification ran.
+        exact: as in :func:`faulty`; operands that must not be written at all are always compared exactly.
         """
         if torch.equal(bits(self.memory), bits(expected.memory)):
             return
@@ -100,11 +112,11 @@ class Buffer:
         yield from self.outside(expected.memory)
 
     def _at(self, window: Tensor, flat: Tensor) -> Tensor:
-        """Return the same window of another memory of this size."""
+        """Return the part of another flat memory ``flat`` at the place of ``window``."""
         return flat.as_strided(window.shape, window.stride(), window.storage_offset())
 
     def outside(self, expected: Tensor) -> Iterator[str]:
-        """If memory outside the windows is not as expected, yield the nearest one and how far away it is."""
+        """Yield a line on the first wrong element outside the windows, and the window next to it, if any."""
         wrong = bits(self.memory) != bits(expected)
         for window in self.windows.values():
             self._at(window, wrong)[...] = False
@@ -131,18 +143,21 @@ class Buffer:
 
 
 class Draw:
-    """Random operands of one call, reproducible by seed. ``buffers``: their memory, in order."""
+    """Random operands of one call, reproducible by seed.
+
+    buffers: the memory of the operands, in the order in which they were placed.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device, self.buffers = device, list[Buffer]()
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return standard normal numbers, fp32, on the host."""
+        """Return standard normal numbers: fp32, on the host."""
         return torch.randn(shape, generator=self.generator)
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return integers from low to high - 1, int64, on the host."""
+        """Return random integers from ``low`` to ``high - 1``: int64, on the host."""
         return torch.randint(low, high, shape, generator=self.generator)
 
     def order(self, n: int) -> Tensor:
@@ -150,11 +165,16 @@ class Draw:
         return torch.randperm(n, generator=self.generator)
 
     def put(self, name: str, values: Tensor, dtype: torch.dtype, on_host: bool = False) -> Tensor:
-        """Place ``values`` between guards, as an operand called ``name``."""
+        """Place ``values`` by :meth:`lay`, and return them as the operand ``name``."""
         return self.name(name, self.lay(values, dtype, on_host))
 
     def lay(self, values: Tensor, dtype: torch.dtype, on_host: bool = False) -> Tensor:
-        """Place ``values`` between guards, which repeat them; :meth:`name` then marks parts as operands."""
+        """Place ``values`` between guards that repeat them, and return them in ``dtype``.
+
+        on_host: whether to place them in host memory, pinned if the device is a GPU.
+
+        :meth:`name` then registers parts of the result as operands.
+        """
         flat, guard = values.flatten().to(dtype), _guard(values.shape)
         around = flat.repeat(-(-guard // max(1, flat.numel())))[:guard]
         memory = torch.cat((around, flat, around))
@@ -166,12 +186,16 @@ class Draw:
         return memory[guard : guard + flat.numel()].view(values.shape)
 
     def name(self, name: str, window: Tensor) -> Tensor:
-        """Register a part of the most recently placed values as the operand ``name``."""
+        """Register ``window``, a part of the values placed last, as the operand ``name``; return it."""
         self.buffers[-1].windows[name] = window
         return window
 
     def state(self, rows: int, width: int, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
-        """Return rows of an engine's state, with ``width`` blocks each: every column is strided."""
+        """Return an engine's state whose rows are between guards; every column is strided.
+
+        rows: number of state rows.
+        width: number of entries of a row's block table.
+        """
         made = DeviceState(rows, width, self.device, stop_tokens)
         state = made.of(self.put("state.rows", made.rows.cpu(), torch.int32))
         state.ring = self.put("state.ring", made.ring, torch.int32, on_host=True)
@@ -179,13 +203,13 @@ class Draw:
 
 
 def _guard(shape: tuple[int, ...]) -> int:
-    """Return the number of guard elements on either side of a tensor: some of its rows."""
+    """Return the number of guard elements on either side of a tensor of this shape."""
     row = torch.Size(shape[1:]).numel()
     return min(max(GUARD_ROWS * row, LEAST_GUARD), MOST_GUARD)
 
 
 class Allocations(TorchFunctionMode):
-    """A mode in which new tensors lie between guards, and uninitialised ones are poisoned."""
+    """A torch function mode that places new tensors between guards and poisons uninitialised tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +229,6 @@ class Allocations(TorchFunctionMode):
         return window
 
     def faults(self) -> Iterator[str]:
-        """Yield a line for each tensor with a write outside it."""
+        """Yield a line for each new tensor whose guards were overwritten."""
         for one in self._made:
             yield from one.outside(poisoned(tuple(one.memory.shape), one.memory.dtype, one.memory.device))

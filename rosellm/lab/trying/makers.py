@@ -1,8 +1,8 @@
-"""Make the operands of a trial call of each kernel, by a function of its name.
+"""Make the operands of a trial call: for each kernel, the function with the kernel's name.
 
-Operands are laid out as in the engine: heads are slices of one fused projection, positions and tables are
-columns of a device state, and some rows are inert where a kernel may meet such rows. Cache entries that must
-not be read are NaN.
+Operands are laid out as in the engine: heads are slices of one fused projection, and positions and block
+tables are columns of a device state. Where the engine passes inert rows (padding without a sequence, at
+position or block -1), some rows are inert. Cache entries that must not be read are NaN.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
 
 WINDOW, SHORT, VOCABULARY = 6, 9, 70  # tokens
-MOST_PLACES = 1 << 20  # elements of a position table
+MOST_PLACES = 1 << 20  # maximum number of elements of a position table
 ACTIVATIONS = "none", "gelu", "swiglu"
 
 
 def _given(draw: Draw, dtype: torch.dtype, **values: Tensor | None) -> Operands:
-    """Place each tensor between guards, as the operand of its name; None stays None."""
+    """Place each tensor between guards, and return the operands by name; None stays None."""
     return {name: None if one is None else draw.put(name, one, dtype) for name, one in values.items()}
 
 
@@ -37,7 +37,7 @@ def _given(draw: Draw, dtype: torch.dtype, **values: Tensor | None) -> Operands:
 def _heads(case: Case, draw: Draw, rows: int, *names: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of the first ``rows`` rows of a fused projection with more rows.
 
-    names: of the parts that are operands, "" for the others.
+    names: the operands' names for q, k and v; "" if the kernel does not take that part.
     """
     h, kv = case.heads, case.kv_heads
     fused = draw.lay(draw.normal(rows + GUARD_ROWS, h + 2 * kv, case.head_dim), case.dtype)[:rows]
@@ -49,7 +49,10 @@ def _heads(case: Case, draw: Draw, rows: int, *names: str) -> tuple[Tensor, Tens
 
 
 def _caches(case: Case, draw: Draw, blocks: int, fill: Callable[[Tensor], None]) -> Operands:
-    """Return a layer's caches ``[blocks, H_kv, BLOCK_SIZE, D]``: NaN except for what ``fill`` writes."""
+    """Return a layer's K and V caches ``[blocks, H_kv, BLOCK_SIZE, D]``.
+
+    fill: writes the entries that may be read; all other entries are NaN.
+    """
     shape = (blocks, case.kv_heads, case.block_size, case.head_dim)
     caches = {name: poisoned(shape, case.dtype, torch.device("cpu")) for name in ("k", "v")}
     for values in caches.values():
@@ -58,7 +61,10 @@ def _caches(case: Case, draw: Draw, blocks: int, fill: Callable[[Tensor], None])
 
 
 def kv_append_identity_pos(case: Case, draw: Draw, inert: bool = True) -> Operands:
-    """Return one token per row; index tensors continue past the batch with free blocks."""
+    """Return an append of one token per row; beyond the batch, the index tensors continue with free blocks.
+
+    inert: whether every third row is inert.
+    """
     rows, all_rows = case.rows, case.rows + GUARD_ROWS
     _, key, value = _heads(case, draw, rows, "", "key_new", "value_new")
     blocks = draw.order(all_rows + 2)[:all_rows]
@@ -72,7 +78,7 @@ def kv_append_identity_pos(case: Case, draw: Draw, inert: bool = True) -> Operan
 
 def kv_append(case: Case, draw: Draw) -> Operands:
     made = kv_append_identity_pos(case, draw, inert=False)
-    n = max(1, case.rows - case.option % 3)  # not all rows, in random order
+    n = max(1, case.rows - case.option % 3)  # some of the rows, in random order
     order = torch.cat((draw.order(case.rows), torch.zeros(GUARD_ROWS, dtype=torch.int64)))
     made["batch_idx"] = draw.name("batch_idx", draw.lay(order, torch.int32)[:n])
     return made | {"block_idx": made["block_idx"][:n], "pos": made["pos"][:n]}
@@ -87,9 +93,12 @@ def kv_append_full_batch(case: Case, draw: Draw) -> Operands:
 
 
 def _cached(case: Case, draw: Draw, lengths: Tensor, n_new: Tensor | int) -> tuple[Tensor, Operands]:
-    """Return the table ``[B, W]`` and the caches of rows whose blocks lie in random order.
+    """Return the block table ``[B, W]`` and the caches of rows whose blocks are in random order.
 
-    lengths: cached tokens of each row; n_new: tokens to add. Table entries beyond both are invalid ids.
+    lengths: number of cached tokens of each row.
+    n_new: number of tokens to add to each row.
+
+    Table entries that these tokens do not need are invalid block ids.
     """
     lengths, size = lengths.clamp_min(0), case.block_size
     tokens = lengths + n_new
@@ -108,9 +117,9 @@ def _cached(case: Case, draw: Draw, lengths: Tensor, n_new: Tensor | int) -> tup
 
 
 def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
-    """Return short contexts per row, except for block boundaries and the case's long context.
+    """Return the number of cached tokens of each row: some at block boundaries, most of them short.
 
-    least: -1 to make some rows inert.
+    least: -1 to make some rows inert, else 0.
     """
     most = min(3 * case.block_size + 1, case.block_size + 9)
     lengths = draw.whole(0, min(most, SHORT), case.rows)
@@ -124,7 +133,10 @@ def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
 
 
 def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, DeviceState]:
-    """Return the operands of both decode attentions, the cached tokens, and the state with the table."""
+    """Return the operands that both decode attentions take, the cached tokens of each row, and the state.
+
+    least: -1 if the kernel also appends the new token and may meet inert rows, else 0.
+    """
     lengths = _contexts(case, draw, least)
     table, caches = _cached(case, draw, lengths, n_new=-least)
     q, k, v = _heads(case, draw, case.rows, "q", "k_new", "v_new")
@@ -135,7 +147,7 @@ def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, Dev
 
 
 def _window(case: Case) -> int | None:
-    """Return most of a long context as the window, for every fourth option."""
+    """Return a window, three quarters of a long context, for every fourth option; else None."""
     return max(WINDOW, case.cached * 3 // 4) if case.option % 4 == 2 else None
 
 
@@ -156,7 +168,7 @@ def append_and_attend(case: Case, draw: Draw) -> Operands:
 
 
 def _rotary(case: Case, draw: Draw, kind: int) -> Rotary | None:
-    """Return None, angles, or angles and norms, for kinds 0 to 2."""
+    """Return no rotary embedding (kind 0), one without norms (kind 1), or one with norms of q and k (2)."""
     if kind == 0:
         return None
     angles = Rope().table(case.positions, case.head_dim, torch.device("cpu"))
@@ -201,7 +213,7 @@ def position_heads(case: Case, draw: Draw) -> Operands:
 
 
 def embed(case: Case, draw: Draw) -> Operands:
-    """Return operands in which the first row has the last token at the last position."""
+    """Return operands in which the first row holds the last token of the vocabulary at the last position."""
     state, words = draw.state(case.rows, 3), max(VOCABULARY, case.outputs)
     places = min(case.positions, MOST_PLACES // case.width)
     for column, low, n in ((state.tokens, 0, words), (state.positions, -1, places)):
@@ -214,12 +226,12 @@ def embed(case: Case, draw: Draw) -> Operands:
 
 
 def _normal_rows(draw: Draw, rows: int, width: int) -> Tensor:
-    """Return rows of different mean and scale."""
+    """Return random rows, each with another mean and scale."""
     return draw.normal(rows, width) * (0.5 + draw.normal(rows, 1).abs()) + draw.normal(rows, 1)
 
 
 def add_norm(case: Case, draw: Draw) -> Operands:
-    """Return fp32 partial sums, or a single one of x's dtype; options omit the sums, bias or shift."""
+    """Return operands with fp32 partial sums, one sum in x's dtype, or none; options omit bias or shift."""
     parts, width, dtype = (1, 4, 0)[case.option % 3], case.width, case.dtype
     x, delta = _normal_rows(draw, case.rows, width), draw.normal(parts, case.rows, width) if parts else None
     bias = draw.normal(width) if parts and case.option % 4 != 3 else None
@@ -252,7 +264,7 @@ def few_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
-    """Return LayerNorm or RMSNorm by the case's option, each with a gain."""
+    """Return an RMSNorm with gain 0.5 or, with ``norm.sums``, a LayerNorm with gain 2, by option."""
     scale = draw.put("norm.scale", 1 + 0.3 * draw.normal(case.width), case.dtype)
     if case.option % 4 == 1:
         return NormPrologue(scale, EPS, gain=0.5)
@@ -271,7 +283,7 @@ def some_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def best_tokens(case: Case, draw: Draw) -> Operands:
-    """Return hidden states each close to one weight row, so that no two logits nearly tie."""
+    """Return hidden states that are each close to one row of the weight, so that no two logits nearly tie."""
     hidden, weight = draw.normal(case.rows, case.width), draw.normal(case.outputs, case.width)
     near = draw.whole(0, case.outputs, case.rows)
     near[0] = case.outputs - 1
@@ -293,9 +305,9 @@ def gumbel_noise(case: Case, draw: Draw) -> Operands:
 
 
 def advance(case: Case, draw: Draw) -> Operands:
-    """Return rows that continue, end by length, stop, or have no token, and inert ones; equal values tie.
+    """Return state rows that continue, reach their limit, stop, have no token, or are inert.
 
-    A large vocabulary has many tiles; for some rows the best is in the last one.
+    Some values tie. With many tiles of a large vocabulary, the best value of some rows is in the last tile.
     """
     rows, tiles, tokens = case.rows + 2, (max(3, case.outputs // 8), 1, 9)[case.option % 3], 12
     state = draw.state(rows, 3, (5, 7) if case.option % 2 else ())

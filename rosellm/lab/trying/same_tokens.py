@@ -1,4 +1,4 @@
-"""Check that an engine with replaced kernels generates its rung's tokens, and count their calls."""
+"""Check that an engine with replaced kernels generates the tokens of its rung; count the kernels' calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.sampling import SamplingParams
 
-CLOSEST_CALL = 1e-3  # smallest gap of two fp32 logits that summation order cannot reverse
+CLOSEST_CALL = 1e-3  # minimum gap of two fp32 logits that another order of summation cannot reverse
 NEW_TOKENS, BLOCK_SIZE = 4, 16
-UNEQUAL, EQUAL = [2, 14, 17], [15, 15, 15]  # prompts that cross block boundaries
-LONG = 300  # a prompt of several tiles of keys
+UNEQUAL, EQUAL = [2, 14, 17], [15, 15, 15]  # lengths of prompts; some cross block boundaries
+LONG = 300  # tokens of a prompt, enough for several tiles of keys
 GREEDY = {"temperature": 0.0}
 SAMPLED: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "seed": 1}, {"temperature": 1.2, "seed": 2}]
 Replaced = Mapping[str, Callable[..., Any]]
@@ -27,7 +27,7 @@ Tokens = list[list[int]]
 
 
 class Counted:
-    """A kernel that counts its calls and names itself in its errors."""
+    """A wrapper of a kernel that counts the calls and adds the kernel's name to errors."""
 
     def __init__(self, name: str, kernel: Callable[..., Any]) -> None:
         self.name, self.kernel, self.calls = name, kernel, 0
@@ -50,11 +50,18 @@ def same_tokens(
     models: Mapping[str, Transformer],
     context: int = LONG,
 ) -> dict[str, dict[str, int]]:
-    """Return model → kernel → calls.
+    """Compare the tokens of the base rung with and without replaced kernels; count the kernels' calls.
 
-    ours: the base rung's kernels. Each model runs unequal prompts, greedily. The first also runs equal
-    prompts, partly sampled, and for kernels that read the cache a prompt of ``context`` tokens, or as many as
-    fit. Raises KernelError for different tokens, or a kernel that the first model never calls.
+    name: the name of the rung with replaced kernels, for errors.
+    base: the base rung.
+    ours: the kernels of the base rung.
+    replaced: the reader's kernels, by name.
+    models: the models to run, by name.
+    context: number of tokens of a long prompt, cut to what the model allows.
+
+    Each model runs prompts of unequal lengths, greedily. The first model also runs prompts of equal length,
+    partly sampled, and the long prompt if a kernel reads or writes the cache. Returns the number of calls by
+    model and kernel. Raises KernelError for different tokens, or a kernel that the first model never calls.
     """
     calls: dict[str, dict[str, int]] = {}
     for model_name, model in models.items():
@@ -77,7 +84,7 @@ def same_tokens(
 
 
 def _check_called(base: str, calls: Mapping[str, Mapping[str, int]]) -> None:
-    """Raise KernelError if the first model does not call each kernel."""
+    """Raise KernelError if the first model never calls one of the kernels."""
     first = next(iter(calls))
     for kernel, n in calls[first].items():
         if not n:
@@ -90,7 +97,10 @@ def _check_called(base: str, calls: Mapping[str, Mapping[str, int]]) -> None:
 def _generate(
     model: Transformer, base: str, kernels: Kernels, prompts: Tokens, settings: list[dict[str, Any]]
 ) -> Tokens:
-    """Return the prompts' new tokens; requests cycle through ``settings``."""
+    """Return the new tokens of each prompt.
+
+    settings: sampling parameters; requests cycle through them.
+    """
     longest = max(map(len, prompts)) + NEW_TOKENS
     engine = Engine(
         model,
@@ -115,7 +125,10 @@ def _generate(
 def _is_tie(
     model: Transformer, base: str, ours: Kernels, prompts: Tokens, expected: Tokens, found: Tokens
 ) -> bool:
-    """Return whether greedy runs diverge where the base rung's best two logits nearly tie."""
+    """Return whether two greedy runs differ first where the best two logits of the base rung nearly tie.
+
+    expected, found: tokens of the base rung, and of the rung with replaced kernels.
+    """
     logits = forced_logits(model, base, prompts, expected, gate_from=1, kernels=ours)
     parted = first_difference(logits, expected, found)
     return parted is not None and parted["logit_gap"] < CLOSEST_CALL

@@ -44,10 +44,16 @@ EFFORT: dict[str, dict[str, Any]] = {
 
 @dataclass
 class TriedRung:
-    """A rung that passed: its kernels match their specifications, and its tokens those of ``base``.
+    """A rung with a reader's kernels that passed all checks, and its comparison with the rung ``base``.
 
-    ours: the base rung's kernels, as compared with; replaced: the reader's, by name. batch: sequences per
-    step; context: cached tokens halfway through the timed steps. calls: of each kernel in the token check.
+    ours: the kernels of the base rung.
+    replaced: the reader's kernels, by name.
+    batch: sequences per step.
+    context: cached tokens of each sequence, halfway through the timed steps.
+    verdicts: the results of the checks against the specifications.
+    models: names of the models on which the tokens were compared.
+    calls: number of calls of each kernel in that comparison.
+    results: the records of the ladder to compare with.
     """
 
     name: str
@@ -70,12 +76,12 @@ class TriedRung:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs a kernel of either side: its time says nothing about a GPU."""
+        """Whether Triton's interpreter, whose time says nothing about a GPU, runs a kernel of either rung."""
         base_is = self.model.device.type == "cpu" and self.ours.name == "triton"
         return base_is or any(verdict.interpreted for verdict in self.verdicts)
 
     def _check_timed(self) -> None:
-        """Raise KernelError if Triton's interpreter runs a kernel of either side."""
+        """Raise KernelError if Triton's interpreter runs a kernel of either rung."""
         if self.is_interpreted:
             raise KernelError(
                 f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a "
@@ -84,9 +90,9 @@ class TriedRung:
 
     @cached_property
     def step_times(self) -> dict[str, StepTimes]:
-        """The steps of the base rung and of this one, timed in alternation.
+        """The step times of the base rung and of this rung, by name, measured in alternation.
 
-        Raises KernelError if interpreted.
+        Raises KernelError if a kernel is interpreted.
         """
         self._check_timed()
         lengths = prompt_length(self.context), room()
@@ -94,7 +100,7 @@ class TriedRung:
         return measure_steps(sides, **EFFORT[self.model.device.type])
 
     def steps(self) -> None:
-        """Display both steps in µs; print one line for an interpreted kernel."""
+        """Display the step times of both rungs in µs; print one line if a kernel is interpreted."""
         with _printed():
             rows: list[list[Any]] = []
             for name, one in self.step_times.items():
@@ -104,9 +110,10 @@ class TriedRung:
             show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
 
     def ladder(self, workload: str = "W1") -> Chart:
-        """Chart the recorded ladder's speeds relative to the base rung, and this rung's, measured here.
+        """Chart speeds relative to the base rung: the recorded ladder's, and this rung's, measured here.
 
-        On a CPU this rung has a row without a value: its ratio would say nothing about a GPU.
+        On a CPU, this rung has no value, since its ratio would say nothing about a GPU. Raises KernelError if
+        no step of the base rung was recorded.
         """
         steps = recorded_steps(self.results, workload)
         if self.base not in steps:
@@ -135,22 +142,22 @@ class TriedRung:
 
     @cached_property
     def ledgers(self) -> tuple[Ledger, Ledger]:
-        """The ledgers of the base rung's step and of this one; replaced kernels have separate rows.
+        """The ledgers of a step of the base rung and of this rung; replaced kernels have separate rows.
 
-        On a GPU a Triton kernel is identified by its name. A kernel of torch operators is identified only
-        where the host launches them, not in a captured graph. Raises KernelError if interpreted.
+        On a GPU, a Triton kernel is identified by its name; torch operators are identified only if the host
+        launches them, not in a captured graph. Raises KernelError if a kernel is interpreted.
         """
         self._check_timed()
         old, new = (self._ledger(name, kernels) for name, kernels in self._sides.items())
         return old, new
 
     def ledger(self) -> None:
-        """Display this rung's ledger; print one line for an interpreted kernel."""
+        """Display this rung's ledger; print one line if a kernel is interpreted."""
         with _printed():
             display(self.ledgers[1])
 
     def waterfall(self) -> None:
-        """Chart the change from the base rung's step by cause; print one line for an interpreted kernel."""
+        """Display a waterfall from the base rung's step to this one's; print a line if it is interpreted."""
         with _printed():
             show(waterfall(*self.ledgers))
 
@@ -176,7 +183,7 @@ class TriedRung:
 
 @contextmanager
 def _printed() -> Iterator[None]:
-    """Print a KernelError in place of raising it."""
+    """Print a KernelError that the context raises, instead of propagating it."""
     try:
         yield
     except KernelError as error:
@@ -199,12 +206,17 @@ def try_rung(
 ) -> TriedRung:
     """Return the rung ``base`` with ``kernels`` replaced, under the name ``name``, if they are correct.
 
-    kernels: functions with the interface of the equally named specifications in ``kernels.table.Kernels``, in
-    Triton or plain torch. First each is checked against its specification (:func:`check_kernel`; seed None
-    draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one with
-    grouped queries, greedily and with sampling: its tokens must equal the base rung's, and each kernel must
-    be called. batch, context: of the steps that are then timed; a context of that many tokens is checked,
-    too. record: folder of the ladder to compare with (of several, as in ``open_rung``, the last).
+    name: a name that no rung of the ladder has.
+    batch: sequences per step when the returned rung is timed.
+    context: cached tokens per sequence when the returned rung is timed; such a context is also checked.
+    seed: seed of the inputs of the check; None draws a new seed each time.
+    record: folder of the recorded ladder to compare with; of several, as in ``open_rung``, the last is used.
+    kernels: functions in Triton or plain torch, by name, with the interface of the specification of the same
+        name in ``kernels.table.Kernels``.
+
+    First, each kernel is checked against its specification (:func:`check_kernel`). Then the engine runs with
+    the kernels, in fp32, on the model and on a small model with grouped queries, greedily and with sampling:
+    the tokens must equal those of the base rung, and each kernel must be called.
 
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
     unknown rung or a base that this device or model cannot run, or ParameterError.
@@ -246,10 +258,10 @@ def _check_names(name: str, base: str, kernels: Replaced) -> None:
 
 
 def _one_by_one(base: str, device: torch.device) -> Kernels:
-    """Return the base rung's kernels; torch's are called one by one, like Triton's.
+    """Return the kernels of the base rung, in a form in which the engine calls each torch kernel separately.
 
-    Otherwise an engine on a CPU packs weights for oneDNN, or computes what layers share once per step. (The
-    persistent rung has no such form there.)
+    Otherwise, an engine on a CPU packs weights for oneDNN, or computes what layers share only once per step.
+    The persistent rung has no such form on a CPU.
     """
     kernels = choose_kernels("auto", LADDER[base].launch, device)
     if kernels.name != "torch" or LADDER[base].exhibit == "persistent_layers":
