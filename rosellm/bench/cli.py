@@ -28,7 +28,8 @@ class Benchmark:
     form: the command's name in workloads and records.
     doc: the docstring of the command's module, which becomes the help.
     add_options: adds the options that only this command has.
-    runs: returns a function per requested mode, which serves the requests once, by the mode's name.
+    runs: maps each requested mode's name to a function that serves the requests once; raises for incompatible
+        options.
     lines: returns the lines to print about the result of a mode.
     """
 

@@ -192,9 +192,11 @@ class PooledBlocks:
         self.pools[0].release(table)
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Assert that every block is either free or held once, and that all pools have as many free blocks.
+        """Assert that the free lists are correct, and that the first pool's blocks in use match ``held``.
 
-        held: maps each block of the first pool that is in use to its number of holders.
+        A free list must hold each unused block once, and all pools must have the same number of free blocks.
+
+        held: maps each block of the first pool that is in use to its number of holders, which must be 1.
         """
         for pool in self.pools:
             unused = {block for block, info in enumerate(pool.infos) if info is None}

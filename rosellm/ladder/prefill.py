@@ -75,7 +75,9 @@ class Prefill:
 
 
 class PrefixAttention:
-    """An ``Attend`` from new tokens to the cached prefix of their sequence, and causally to each other.
+    """An ``Attend``: new tokens attend to their sequence's cached prefix and, causally, to one another.
+
+    Both are limited to the model's window, if it has one.
 
     blocks: the cache, which must already hold the new keys and values.
     tables: the block table ``[B, W]`` for each layer.

@@ -67,7 +67,7 @@ def _estimated_bytes(gpt: Transformer, n_rows: int) -> int:
 def working_bytes(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
     """Return the bytes used by the largest prefill, the largest decode steps and all graphs.
 
-    build: makes a step on a KV cache of any size, since inert inputs touch no block.
+    build: makes a step. The size of its KV cache does not matter, since inert inputs touch no block.
     n_tokens: number of tokens of the largest prefill.
 
     The trial runs twice: the first trial loads kernels and libraries, which stay loaded, so the second trial

@@ -108,7 +108,13 @@ def diagnose(
 
 
 def steps_of(subject: Any, batch: int, context: int) -> Steps:
-    """Return the decode steps of any supported subject. Raises ``SubjectError`` for other objects."""
+    """Return the decode steps of an LLM, an Engine, a causal language model of transformers, or a ``Steps``.
+
+    batch, context: sequences per step, and cached tokens per sequence; ignored for a ``Steps``.
+
+    Raises ``SubjectError`` for any other object or an invalid batch or context, and ``PromptError`` if the
+    model has too few positions.
+    """
     if isinstance(subject, LLM):
         subject = subject.engine
     if isinstance(subject, Engine):

@@ -1,4 +1,4 @@
-"""Show a figure for each value of a control, chosen by plotly's slider, which works without a kernel."""
+"""Show a figure for each value of a control, selected with a plotly slider; no Jupyter kernel is needed."""
 
 from __future__ import annotations
 

@@ -179,9 +179,10 @@ def _rows(panels: Mapping[str, list[_Lane]], sight: float) -> list[_Row]:
 
 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Return a lane's events as rectangles, with events merged that lie within ``sight`` µs.
+    """Return a lane's events as rectangles; one covers all events that end within ``sight`` µs of its start.
 
-    A rectangle is as wide as its events are busy, so it ends at most ``sight`` µs too early.
+    A longer event has a rectangle of its own. A merged rectangle's width is the time in which its events run,
+    without the gaps between them, so it ends at most ``sight`` µs too early.
     """
     merged: list[_Rectangle] = []
     done = float("-inf")

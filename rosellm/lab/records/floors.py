@@ -1,4 +1,4 @@
-"""Lower bounds on each part of a decode step on a device, from its bytes and FLOPs."""
+"""Lower bounds on the time of each part of a decode step or prefill, from the part's bytes and FLOPs."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def measure(asked: Asked) -> Iterator[Record]:
-    """Measure every prompt length; print the result after each."""
+    """Measure every prompt length; after each, yield the record so far, then print the result."""
     arch, lengths = asked.arch, asked.size.contexts(*LENGTHS)
     tokens = min(TOKENS, 4 * asked.size.prompt)
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}

@@ -151,7 +151,10 @@ class Results:
         return path
 
     def by_model(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return model → its record ``name``: first from the folders of models, then from this folder."""
+        """Return model → its record ``name``, from the folders of models and from this folder.
+
+        If both have a record of the same model, this folder's is returned.
+        """
         paths = [*sorted(self.folder.glob(f"*/{name}.json")), *self.folder.glob(f"{name}.json")]
         records = [Results(path.parent).load(name) for path in paths]
         return {Path(record["model"]).name: record for record in records}

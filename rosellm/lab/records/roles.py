@@ -174,9 +174,10 @@ def _rename(roles: list[str], places: Iterable[int], old: set[str], new: str) ->
 
 
 def _absorb(roles: list[str], around: Iterable[int], role: str, products: int) -> None:
-    """Set generic roles to ``role``, and up to ``products`` matrix products, until another role is met.
+    """Overwrite generic roles with ``role``, in place, and stop at the first role that is not generic.
 
     around: indices in the order in which they are visited.
+    products: number of matrix products that are overwritten too, before one stops the walk.
     """
     for i in around:
         if roles[i] == "product" and products:

@@ -156,7 +156,7 @@ def turn_us(bench: Bench, seconds: float) -> float:
 
 
 def _stretch(bench: Bench) -> float:
-    """Restart the sequences, and return the seconds of ``STRETCH`` steps."""
+    """Restart the sequences, run one untimed step, and return the seconds of the next ``STRETCH`` steps."""
     bench.restart()
     ends = drive(bench, STRETCH + 1)
     return ends[-1] - ends[0]

@@ -38,11 +38,11 @@ SPARE_KV_BLOCKS = 8
 
 
 def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
-    """Return model → workload → its record on two GPUs of the model of ``results``.
+    """Return model → workload → its record on two GPUs of the same type as the GPU of ``results``.
 
     kind: one of ``KINDS``.
 
-    Models without such a record are omitted.
+    Language models without such a record are omitted.
     """
     found = {}
     for folder in sorted(two_gpus(results).folder.glob("*/")):

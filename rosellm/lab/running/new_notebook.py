@@ -41,7 +41,8 @@ def draft(name: str) -> str:
 def write(name: str, folder: Path) -> Path:
     """Execute the draft ``name`` in ``folder``, save it there, and return its path.
 
-    Raises NotebookError for an invalid name, or a number that another notebook has.
+    Raises NotebookError for an invalid name, for a number that another notebook has, or if execution fails;
+    nothing is then saved.
     """
     text, path = draft(name), folder / f"{name}.ipynb"
     taken = next(folder.glob(f"{name[:2]}_*.ipynb"), None)

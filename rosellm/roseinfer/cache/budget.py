@@ -113,7 +113,10 @@ class BlockBudget:
         return self.free >= self._ensured_need or self.make_room_to_decode(sequences)
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
-        """Return how many more blocks ``sequence`` needs to hold ``length`` tokens, including any clone."""
+        """Return how many more blocks ``sequence`` needs to hold ``length`` tokens.
+
+        The clone of a shared, partly filled last block is included.
+        """
         held, size = sequence.block_ids, self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
         if length <= reserved:

@@ -165,12 +165,13 @@ def attend_range(
     q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the tiles from token ``begin`` to ``end``, and return its new state.
+    """Run the online softmax over the tiles from token ``begin`` up to ``end``, and return its new state.
 
     k, v: keys and values of the first tile, already loaded.
     m_i, l_i, acc: the state so far, in the form of :func:`no_keys`.
-    first, stop: tokens before ``first``, and ``stop`` and later ones, are masked.
-    copied: TMA descriptors of keys and values, or None.
+    begin, end: multiples of TILE; ``end`` is exclusive, and the first tile is always attended to.
+    first, stop: tokens outside ``[first, stop)`` are masked; ``first`` must be less than ``begin + TILE``.
+    copied: TMA descriptors of keys and values; None to load without TMA.
     """
     TILE: tl.constexpr = tiling.TILE
     limit = tl.minimum(stop, end)

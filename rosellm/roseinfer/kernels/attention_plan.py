@@ -181,10 +181,11 @@ def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
 
 @triton.jit
 def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that a new token attends to, that key's tile, and the number of tiles to read.
+    """Return the first key that a new token attends to, its tile, and the number of tiles to read.
 
-    The tiles to read are those from there to the last cached key's, and at least one. position: number of
-    cached tokens; a negative one, of an inert row, counts as 0.
+    position: number of cached tokens; a negative one, of an inert row, counts as 0.
+
+    Tiles are read from the first key's to the last cached key's; there is always at least one.
     """
     position = tl.maximum(position, 0)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0

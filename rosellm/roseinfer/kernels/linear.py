@@ -91,7 +91,10 @@ def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -
 
 @cache
 def shared_memory(device: torch.device) -> int | None:
-    """Return the shared memory per program in bytes, 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
+    """Return the maximum shared memory of a program in bytes; None on a CPU.
+
+    It ranges from 65,536 (sm_75) to 232,448 (sm_90).
+    """
     if device.type == "cpu":
         return None
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]

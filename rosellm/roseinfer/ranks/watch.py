@@ -185,7 +185,8 @@ def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> No
     said: the message that is printed to stderr before the process ends.
     goes_on: called at every poll.
 
-    The parent may have ended before this call, during the seconds that imports take.
+    The process must be a child started by ``multiprocessing``. It exits with status 1, without cleanup. A
+    parent that ended before this call, while this process was importing, is also detected.
     """
     parent = parent_process()
     assert parent is not None

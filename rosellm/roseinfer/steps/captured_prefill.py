@@ -45,7 +45,10 @@ def bucket_of(n_tokens: int) -> int:
 
 
 def places_for(n_sequences: int) -> int:
-    """Return the captured number of places, one per sequence, to which ``n_sequences`` places are padded."""
+    """Return the smallest captured number of places that suffices for ``n_sequences``, at one place each.
+
+    n_sequences: at most ``PLACES[-1]``.
+    """
     return next(places for places in PLACES if n_sequences <= places)
 
 
