@@ -6,6 +6,7 @@ VENV := $(or $(CONDA),.venv)
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+UV := $(PY) -m uv pip install --quiet --python $(PY)
 TORCH = $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 WORKERS ?= 2
 TIMEOUT ?= 300
@@ -26,9 +27,9 @@ $(STAMP): pyproject.toml
 	$(eval BEGAN := $(shell date +%s))
 	@$(if $(CONDA),$(PY),$(PYTHON)) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(if $(CPU),$(PIP) uv)
-	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu '$(TORCH)')
-	$(PIP) -e '.[cluster,notebooks,test]'
+	$(PIP) uv $(if $(CPU),,'$(TORCH)')
+	$(if $(CPU),$(UV) --torch-backend cpu '$(TORCH)')
+	@$(UV) -e '.[cluster,notebooks,test]' || { echo "uv could not install it (it does not read pip's configuration): pip tries"; $(PIP) -e '.[cluster,notebooks,test]'; }
 	@touch $@
 	@echo "$(VENV) is ready, after $$(($$(date +%s) - $(BEGAN))) s"
 
