@@ -31,7 +31,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def installs(folder: Path) -> int:
-    return (folder / "calls").read_text().count("pip install")
+    return (folder / "calls").read_text().count("-m uv pip install")
 
 
 def test_setup_installs_once_says_how_long_it_took_and_installs_again_only_after_pyproject_changed(copy):
@@ -49,7 +49,7 @@ def test_every_command_may_come_first_and_then_only_runs(copy, target):
     assert make(target, folder=copy).returncode == 0
     assert make(target, folder=copy).returncode == 0
     calls = (copy / "calls").read_text().splitlines()
-    runs = [call for call in calls if not call.startswith("-m pip")]
+    runs = [call for call in calls if not call.startswith(("-m pip", "-m uv"))]
     assert installs(copy) == 1
     assert len(runs) == 2 * len(set(runs))
 
@@ -61,6 +61,13 @@ def test_the_browser_extra_comes_with_the_browser_tests_only_and_once(copy):
         assert make("test-browser", folder=copy).returncode == 0
     calls = (copy / "calls").read_text()
     assert calls.count("-e .[browser]") == 1 and calls.count("pytest tests/browser -m browser") == 2
+
+
+def test_pip_installs_the_project_if_uv_cannot(copy):
+    (copy / ".venv/bin/python").write_text('#!/bin/sh\necho "$@" >> calls\ntest $2 != uv\n')
+    assert "pip tries" in make("setup", folder=copy).stdout
+    assert (copy / "calls").read_text().splitlines()[-1].endswith("-e .[cluster,notebooks,test]")
+    assert (copy / ".venv/.installed").exists()
 
 
 def test_a_failed_installation_is_not_taken_for_done(copy):
