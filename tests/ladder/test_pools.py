@@ -8,25 +8,10 @@ import random
 import pytest
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.ladder.pools import KVBlockInfo, MutableKVBlockInfo, SlotPool, TuplePool
+from rosellm.ladder.pools import SlotPool, TuplePool
 
 BLOCK = 4
 KINDS = pytest.mark.parametrize("kind", [TuplePool, SlotPool])
-
-
-@pytest.mark.parametrize(("kind", "info"), [(TuplePool, KVBlockInfo), (SlotPool, MutableKVBlockInfo)])
-def test_entries_say_where_a_block_begins_and_are_replaced_or_incremented_in_place(kind, info):
-    pool, tables, first = kind(2, 3, BLOCK), [[]], None
-    for position in range(BLOCK + 1):  # positions are those before the increment
-        assert pool.reserve_tokens(tables).pos == [position % BLOCK]
-        first = first or pool.infos[tables[0][0]]
-    entries = [pool.infos[block] for block in tables[0]]
-    assert type(first) is info and (entries[0] is first) == (kind is SlotPool)
-    assert pool.tokens_in(tables[0]) == BLOCK + 1
-    assert [(e.pool, e.block_index, e.start, e.length) for e in entries] == [
-        (2, tables[0][0], 0, BLOCK),
-        (2, tables[0][1], BLOCK, 1),
-    ]
 
 
 @KINDS

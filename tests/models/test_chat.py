@@ -76,12 +76,6 @@ def test_a_chat_is_rendered_by_the_checkpoints_template_with_the_ids_of_transfor
     assert ids.count(ids[0]) == 1 and tokenizer.encode(text) == [ids[0], *ids]
 
 
-def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
-    first = render_chat(folder, MESSAGES)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("read"))
-    assert render_chat(folder, MESSAGES) == first
-
-
 def test_a_folder_without_a_template_or_a_tokenizer_is_refused(untemplated, tmp_path):
     lacks = "has no tokenizer with a chat template"
     for folder, words in ((untemplated, "has no chat template; give a prompt as text"), (tmp_path, lacks)):

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.models import loading
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype, stored_dtype
+from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import trial
 from rosellm.roseinfer.engine import Engine
@@ -22,25 +21,7 @@ from rosellm.roseinfer.trial import kv_blocks_within_memory
 from tests.fake_memory import FakeMemory
 from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
-
-def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatch):
-    gpt = random_model(0)
-    block_bytes = 8 * gpt.config.kv_bytes_per_token(4)
-    monkeypatch.setattr(trial, "CPU_KV_BYTES", 10 * block_bytes + 1)
-    assert [kv_blocks_within_memory(gpt, wanted, 8) for wanted in (3, 10, 11)] == [3, 10, 10]
-    assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 0
-
-
 GPU = torch.device("cuda")
-
-
-@pytest.mark.gpu
-def test_the_kv_cache_leaves_the_rest_of_the_gpu_free():
-    gpt = random_model(0).to("cuda")
-    token = gpt.config.kv_bytes_per_token(4)
-    whole, half = (kv_blocks_within_memory(gpt, 1 << 60, 8, utilization=u) * 8 * token for u in (0.9, 0.45))
-    assert 0 < half < whole < 0.9 * torch.cuda.mem_get_info()[1]
-    assert whole - half == pytest.approx(0.45 * torch.cuda.mem_get_info()[1], rel=0.02)
 
 
 def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
@@ -115,15 +96,6 @@ def test_where_the_config_names_no_dtype_that_of_files_of_16_bits_is_asked_for(t
 def test_on_a_gpu_a_checkpoint_of_bfloat16_that_names_no_dtype_runs_in_it(tmp_path):
     unnamed(tmp_path, torch.bfloat16)
     assert load_parts(str(tmp_path), "cuda")[0].dtype == torch.bfloat16
-
-
-def test_of_files_of_several_dtypes_the_one_of_most_values_counts(tmp_path):
-    """Over all files: neither the number of tensors nor their bytes, and no buffers of integers."""
-    kinds = [(torch.float32, 9), (torch.float32, 9), (torch.bfloat16, 20), (torch.int8, 99)]
-    for i, (dtype, n) in enumerate(kinds):
-        save_file({"x": torch.zeros(n, dtype=dtype)}, tmp_path / str(i))
-    assert stored_dtype([tmp_path / str(i) for i in range(4)]) == "bfloat16"
-    assert stored_dtype([tmp_path / "3"]) is None
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):

@@ -8,8 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import OptionError
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.model import Transformer
-from rosellm.models.part import ALIGNMENT, Part
+from rosellm.models.part import Part
 from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
 from tests.helpers import CPU, FAMILIES, random_model, small_config
@@ -68,24 +67,6 @@ def test_a_part_is_loaded_as_it_is_cut_from_the_whole(tmp_path, name, size):
         for parameter, value in whole.own_parameters.items():
             assert torch.equal(loaded.own_parameters[parameter], cut(part, parameter, value, whole.config))
         assert torch.equal(loaded.lm_head.weight, whole.lm_head.weight[list(loaded.words)])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_random_weights_of_a_part_are_those_of_the_whole(name):
-    arch = SHAPES[name]
-    whole = Transformer.allocate(arch, CPU, torch.float16).initialise(3)
-    part = Part(1, 2)
-    drawn = Transformer.allocate(arch, CPU, torch.float16, part).initialise(3)
-    for parameter, value in whole.own_parameters.items():
-        assert torch.equal(drawn.own_parameters[parameter], cut(part, parameter, value, arch))
-
-
-def test_a_tied_head_of_a_part_takes_no_memory_of_its_own():
-    model = Transformer.allocate(SHAPES["llama"], CPU, torch.float32, Part(1, 2))
-    embedding = model.token_embedding.weight
-    offset = model.lm_head.weight.data_ptr() - embedding.data_ptr()
-    assert offset == model.words.start * embedding.shape[1] * 4
-    assert model.words.start % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize(

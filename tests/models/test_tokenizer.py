@@ -72,16 +72,6 @@ def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids,
     assert text == tokenizer.decode(ids) == tokenizer._raw.decode(ids, skip_special_tokens=True)
 
 
-def test_a_byte_level_vocabulary_is_looked_up_and_another_is_decoded(tokenizer: Tokenizer) -> None:
-    other = train_tokenizer([CODE], vocab_size=300)
-    other._raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("f", "g")])
-    other = Tokenizer(other._raw, None)
-    assert isinstance(tokenizer.stream(), ByteStream) and isinstance(other.stream(), DecoderStream)
-    stream = other.stream()
-    text = "".join(stream.push(token_id) for token_id in other.encode("def f")) + stream.finish()
-    assert text == other.decode(other.encode("def f")) == "deg g"
-
-
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
     """As of Llama 2 and Mistral: tokens 0 to 255 are bytes, others words."""
@@ -141,17 +131,6 @@ def test_vocabulary_and_merges_load_as_gpt2s_tokenizer(in_parts: Path) -> None:
     stream = ours.stream()
     assert isinstance(stream, ByteStream)
     assert "".join(stream.push(token_id) for token_id in [*ours.encode(SAMPLE), 0]) == SAMPLE
-
-
-def test_the_tokenizer_that_a_config_names_is_converted(in_parts: Path) -> None:
-    (in_parts / VOCABULARY).unlink()
-    (in_parts / MERGES).unlink()
-    (in_parts / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nhello\nworld\n")
-    (in_parts / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    tokenizer = load_tokenizer(in_parts, small_config())
-    assert tokenizer.encode("hello world", special=False) == [5, 6]
-    assert tokenizer.encode("hello world") == [1, 5, 6, 2]
-    assert isinstance(tokenizer.stream(), DecoderStream)
 
 
 def test_a_tokenizers_remote_code_is_not_run(in_parts: Path) -> None:

@@ -161,12 +161,6 @@ def test_a_model_saved_over_shards_is_the_one_that_loads(folder):
     assert (folder / INDEX).exists() and same(load(folder), latest)
 
 
-def test_a_missing_head_of_an_untied_model_is_named(tmp_path):
-    save_model(random_model(0, small_config(tie_embeddings=False)), tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors | {HEAD: None})
-    refused(tmp_path, f"lacks 1 tensors, the first is {HEAD}")
-
-
 def test_a_shard_without_a_tensor_that_the_index_puts_there_is_refused(rotary):
     shard = rotary / spread(rotary, 3)[K]
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != K}, shard)

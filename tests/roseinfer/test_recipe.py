@@ -15,7 +15,6 @@ from rosellm import LLM
 from rosellm.bench import benchmark_scheduler
 from rosellm.bench.job import choose_recipe
 from rosellm.errors import DeviceError, OptionError, RecipeError
-from rosellm.ladder.museum import AXES, MUSEUM
 from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import (
@@ -70,13 +69,6 @@ def possible_recipes() -> list[Recipe]:
     return list(dict.fromkeys(one for one in made if isinstance(one, Recipe)))
 
 
-def test_the_ladder_is_the_museum_and_then_the_recipes_each_described_along_every_axis():
-    assert list(LADDER) == [*MUSEUM, *RECIPES]
-    assert {tuple(rung.as_dict()) for rung in LADDER.values()} == {tuple(AXES)}
-    assert list(LADDER)[0] == "dense" and LADDER[BEST_RUNG].exhibit == "none"
-    assert [name for name, rung in LADDER.items() if rung.launch == "autotuned"] == ["autotune"]
-
-
 @pytest.mark.parametrize("rung", BEFORE)
 def test_a_rung_differs_from_the_one_before_in_exactly_one_field(rung):
     assert len(LADDER[BEFORE[rung]].difference(LADDER[rung])) == 1
@@ -104,13 +96,6 @@ def test_possible_recipes_build_and_give_the_same_tokens(device):
     recipes = random.Random(1).sample(possible_recipes(), N_BUILT)
     outputs = [generate(small_engine(gpt, recipe=r, num_kv_blocks=4), prompts, 3) for r in recipes]
     assert all(output == outputs[0] for output in outputs)
-
-
-def test_an_engine_takes_a_rung_by_name_or_any_recipe():
-    recipe = replace(RECIPES[BEST_RUNG], gemm="library")
-    named, own = (Engine(random_model(0), num_kv_blocks=4, recipe=r) for r in ("paged", recipe))
-    assert (named.rung, named.recipe) == ("paged", LADDER["paged"])
-    assert (own.rung, own.recipe) == (None, recipe)
 
 
 def test_an_unknown_rung_or_one_that_cannot_run_the_model_is_refused_with_the_reason():
@@ -204,10 +189,3 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceError, match="tensor_parallel_size 2 needs as many GPUs; this machine has 1"):
         LLM(tensor_parallel_size=2, device="cuda")
-
-
-def test_ranks_run_the_rungs_from_fused_append_on():
-    first = list(RECIPES).index("fused_append")
-    for name in list(RECIPES)[first:]:
-        if RECIPES[name].exhibit == "none":
-            RECIPES[name].check_ranks(2)

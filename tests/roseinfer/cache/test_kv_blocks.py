@@ -19,19 +19,6 @@ def make_manager(n_blocks: int = POOL) -> KVBlocks:
     return KVBlocks(LAYERS, HEADS, DIM, BLOCK, n_blocks, "cpu", torch.float32)
 
 
-def test_an_append_writes_its_slots_only():
-    manager, lists = make_manager(), [[], []]
-    manager.k_cache.fill_(float("nan"))
-    manager.v_cache.fill_(float("nan"))
-    for _ in range(2):
-        manager.append_token_batch(1, lists, torch.ones(2, HEADS, DIM), torch.ones(2, HEADS, DIM))
-    written = torch.zeros(LAYERS, POOL, HEADS, BLOCK, DIM, dtype=torch.bool)
-    for ids in lists:
-        written[1, ids[0], :, :2] = True
-    assert torch.equal(manager.k_cache.isnan(), ~written)
-    assert torch.equal(manager.v_cache.isnan(), ~written)
-
-
 def test_an_error_names_the_counts():
     with pytest.raises(KVCacheExhausted, match="needs 3 more blocks and 2 of 2 are free"):
         make_manager(2).reserve_prompt([], 3 * BLOCK)
@@ -64,19 +51,6 @@ def test_each_layer_has_all_its_blocks_whatever_the_others_hold(layered):
         keys = torch.cat([layered.k_cache[layer, one.block_index, 0, :, 0] for one in infos])
         assert keys.tolist() == list(range(2 * BLOCK))
         assert torch.equal(layered.v_cache[layer], -layered.k_cache[layer])
-
-
-def test_a_block_is_cloned_and_freed_in_its_own_layer(layered):
-    mine: list[int] = []
-    append(layered, 1, mine, 1.0, 2.0)
-    theirs = list(mine)
-    layered.incref_blocks(theirs)
-    append(layered, 1, mine, 3.0)
-    assert mine != theirs and [layered.info(ids[0]).length for ids in (theirs, mine)] == [2, 3]
-    layered.free_blocks(theirs + mine)
-    assert layered.num_free_blocks(1) == 2
-    with pytest.raises(KeyError):
-        layered.free_blocks(theirs)
 
 
 # Memory.

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention_plan import variant_for
-from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.fused import build_layers
 from tests.helpers import FAMILIES, random_model, small_config
@@ -27,17 +26,11 @@ from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_near
 from tests.roseinfer.kernels.paged_cases import CACHES
 from tests.roseinfer.kernels.test_filtered import OTHERS, RULES, make_state, random_logits
-from tests.roseinfer.kernels.test_rotary import N_POSITIONS, make_heads, make_rotary, strided
 
 ROOT, REPLAYS = Path(__file__).parents[3], 50
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
-
-
-def test_only_dependent_launches_ask_the_driver_for_anything():
-    assert launch_options(False) == {"DEPENDENT": False}
-    assert launch_options(True) == {"DEPENDENT": True, "launch_pdl": True}
 
 
 @pytest.fixture
@@ -180,26 +173,6 @@ def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(family, rows
         caches.normal_()
 
     assert_replays_equal_ordinary_launches(step_of(model, state, caches), refill)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("norms", [False, True])
-def test_replayed_dependent_rotations_equal_ordinary_ones(norms):
-    """Twice in a row, over the same heads."""
-    fused = make_heads(64, 16, 8, 128, torch.float16, "cuda")
-    start, rotary = fused.clone(), make_rotary(128, norms, torch.float16, "cuda")
-    positions = strided([i % N_POSITIONS - 1 for i in range(64)], "cuda")
-    q, k, _ = fused.split((16, 8, 8), dim=1)
-
-    def refill(seed: int) -> None:
-        fused.copy_(start * (1 + seed % 7) / 7)
-
-    def chain(kernels) -> tuple[Tensor, ...]:
-        for _ in range(2):
-            kernels.position_heads(q=q, k=k, positions=positions, rotary=rotary)
-        return (fused.flatten(1),)
-
-    assert_replays_equal_ordinary_launches(chain, refill)
 
 
 @pytest.mark.gpu

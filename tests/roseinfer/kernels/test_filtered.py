@@ -13,7 +13,7 @@ from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import filtered
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
-from rosellm.roseinfer.kernels.filtered import choose_filtered, splits_for
+from rosellm.roseinfer.kernels.filtered import choose_filtered
 from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles, filtered_tiles_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
@@ -145,15 +145,6 @@ def test_filtered_rows_draw_the_tokens_of_the_specification(size, vocab, device)
     assert_draws_as_specified(random_logits(len(rules), vocab, device, int(size), size), state, 0.8)
 
 
-@pytest.mark.slow
-@every_device
-@pytest.mark.parametrize("vocab", [50257, 151936])
-def test_filtered_rows_draw_the_tokens_of_the_specification_from_real_vocabularies(vocab, device):
-    rules = [(0.8, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (0.7, 3000, 0.8, 0.0), (1.0, 0, 1.0, 0.05)]
-    state = make_state(len(rules), rules, device, seed=vocab)
-    assert_draws_as_specified(random_logits(len(rules), vocab, device, 1), state, 0.5)
-
-
 @every_device
 @pytest.mark.parametrize("n_high", [1, 10, 30])
 def test_more_candidates_than_are_kept_may_lie_in_a_few_tiles(n_high, device):
@@ -231,52 +222,6 @@ def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs
 # Several programs a row, of rows with top-p alone.
 
 
-@pytest.mark.slow
-@several_programs
-@every_device
-@pytest.mark.parametrize("splits", [1, 2, 7])
-@pytest.mark.parametrize("size", [0.1, 2.0, 10.0])
-def test_any_number_of_programs_draws_the_tokens_of_the_specification(size, splits, device):
-    rules = [*BY_MASS, *RULES[:3], *OTHERS]
-    state = make_state(2 * len(rules), rules, device, seed=splits)
-    logits = random_logits(2 * len(rules), 2001, device, splits, size)
-    logits[:, 300:700] = -math.inf
-    assert_draws_as_specified(logits, state, 0.8, splits)
-
-
-@pytest.mark.slow
-@several_programs
-@every_device
-@pytest.mark.parametrize("splits", [1, 7])
-def test_of_equal_logits_in_any_chunk_the_first_are_kept_by_mass(splits, device):
-    state = make_state(30, [(1.0, 0, 0.02, 0.0)], device)
-    logits = (torch.arange(2000) % 2).float().repeat(30, 1).to(device)
-    tokens = drawn_by(TRITON, logits, state, splits)
-    assert torch.equal(tokens, drawn_by(TORCH, logits, state)) and len(tokens.unique()) > 10
-
-
-@pytest.mark.slow
-@several_programs
-@every_device
-def test_where_the_last_bit_of_a_sum_decides_all_numbers_of_programs_agree(device):
-    """Of each seed, values of top-p next to each other around the share ahead of its draw."""
-    n_seeds, n_near = 8, 16
-    state = make_state(n_seeds * n_near, [(1.0, 0, 0.5, 0.0)], device)
-    row, seeds = random_logits(1, 3001, device, 1, 1.0)[0], torch.arange(n_seeds, device=device)
-    tokens = (row + gumbel_noise(seeds, torch.full_like(seeds, 6), len(row))).argmax(dim=1)
-    shares = torch.where(row > row[tokens, None], row.double().softmax(0), 0).sum(dim=1).float()
-    offsets = torch.arange(n_near, device=device, dtype=torch.int32) - n_near // 2
-    near = (shares.view(torch.int32)[:, None] + offsets).view(torch.float32)
-    state.seeds.copy_(seeds.repeat_interleave(n_near))
-    state.positions.fill_(5)
-    state.top_p.copy_(near.flatten())
-    logits = row.repeat(len(state.rows), 1)
-    one, two, seven = (drawn_by(TRITON, logits, state, n) for n in (1, 2, 7))
-    assert torch.equal(one, two) and torch.equal(one, seven)
-    kept = one.view(n_seeds, n_near) == tokens[:, None].cpu()
-    assert (kept.any(dim=1) & ~kept.all(dim=1)).sum() >= n_seeds // 2
-
-
 @several_programs
 @every_device
 def test_a_rows_token_is_the_same_in_any_company(device):
@@ -287,16 +232,6 @@ def test_a_rows_token_is_the_same_in_any_company(device):
     for row in range(rows):
         alone = drawn_by(TRITON, logits[row : row + 1], state.at(slots[row : row + 1]), 7)
         assert alone.item() == together[row], row
-
-
-@pytest.mark.parametrize("sms", [1, 20, 132])
-def test_programs_fill_the_gpu_once_or_are_one_a_row(sms, monkeypatch):
-    monkeypatch.setattr(filtered, "multiprocessors", lambda device: sms)
-    for rows in (1, 3, 8, 64, 256, 1000):
-        for n_chunks in (1, 13, 38):
-            splits = splits_for(rows, n_chunks, torch.device("cpu"))
-            assert splits == 1 or rows * splits <= filtered.PROGRAMS_PER_SM * sms
-            assert 1 <= splits <= min(n_chunks, filtered.MOST_SPLITS)
 
 
 # The head of a batch with filtered rows.
@@ -339,21 +274,6 @@ def test_the_head_leaves_best_of_all_and_logits_masses_and_largest_of_filtered_r
         assert torch.equal(found.indices.gather(1, tile)[drawn], expected.indices[drawn])
     if penalised and state.counts.any():
         assert not torch.equal(filtered_tiles_ref(**head | {"counts": None}).logits, expected.logits)
-
-
-@several_programs
-@every_place
-@pytest.mark.parametrize("rows", [5, 33])
-def test_head_and_choice_draw_the_same_tokens_again_and_again(rows, device, dtype):
-    """Whatever the memory of their results held before."""
-    head, state = make_head(rows, 1000, dtype, device), make_state(rows, [*BY_MASS, *OTHERS], device)
-    times = []
-    for _ in range(2):
-        tiles = filtered_tiles(**head, state=state)
-        choose_filtered(tiles=tiles, state=state, splits=lambda rows, n_chunks, device: 3)
-        assert torch.equal(tiles.arrived, 3 * state.by_mass.int())
-        times.append(tokens_of(tiles, state))
-    assert torch.equal(*times)
 
 
 @every_twin

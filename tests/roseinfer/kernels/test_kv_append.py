@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import RecipeError
-from rosellm.roseinfer.kernels.table import TORCH, TRITON, TRITON_DEPENDENT, choose_kernels
+from rosellm.roseinfer.kernels.table import choose_kernels
 from tests.helpers import BITS, CPU, DTYPES
 from tests.roseinfer.kernels.kernel_checks import assert_equals_spec, copied, every_device
 from tests.roseinfer.kernels.paged_cases import CACHES
@@ -73,12 +73,3 @@ def test_the_kernels_reach_past_two_to_the_31_elements(name):
 def test_kernels_that_cannot_be_had_are_refused(name, launch):
     with pytest.raises(RecipeError):
         choose_kernels(name, launch, CPU)
-
-
-def test_a_cpu_takes_the_torch_twins_unless_asked_and_dependent_launches_are_for_gpus():
-    cuda = torch.device("cuda")
-    assert choose_kernels("auto", "fixed", CPU) is TORCH
-    assert choose_kernels("triton", "dependent", cuda) is TRITON_DEPENDENT
-    assert choose_kernels("triton", "fixed", cuda) is TRITON
-    if not torch.cuda.is_available():
-        assert choose_kernels("triton", "dependent", CPU) is TRITON

@@ -110,17 +110,6 @@ def test_a_large_mean_costs_the_norm_no_digits(device):
     check.assert_near(add_norm(**case | {"x": x}), exact.float(), 1e-3)
 
 
-@check.every_device
-@pytest.mark.parametrize(
-    ("value", "without"), [(0.0, ()), (4.0, ()), (-1024.0, ()), (0.0, ("shift",))], ids=str
-)
-def test_the_norm_of_equal_elements_is_the_shift(value, without, device):
-    case = norm_case(2, 64, 0, device=device, without=without)
-    case["x"] = torch.full_like(case["x"], value)
-    shift = torch.zeros_like(case["scale"]) if without else case["shift"]
-    assert torch.equal(add_norm(**case), shift.expand(2, -1))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")
 @check.every_device
 def test_a_row_that_is_not_finite_leaves_the_others_alone(device):

@@ -9,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rosellm.errors import OptionError
-from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, Launch, prefill_attention, prefill_attention_ref
-from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles, make_tiles
+from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from tests.helpers import DTYPES, LARGE, bits
 from tests.roseinfer.kernels import kernel_checks as check
 from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops, paged_case
@@ -134,14 +132,6 @@ def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window
 
 
 @check.every_device
-def test_a_kernel_that_knows_no_pieces_computes_tiles_as_a_whole(device):
-    case = make_case([5, 100], [20, 3], device=device)
-    cut = check.copied(make_case([5, 100], [20, 3], pieces=[3, 2], device=device))
-    cut["tiles"] = Tiles(cut["tiles"].columns, BLOCK_M)
-    assert torch.equal(bits(prefill_attention(**cut)), bits(prefill_attention(**case)))
-
-
-@check.every_device
 def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
     case = make_case([0], [200], n_kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device)
     chunked, found = check.copied(case), []
@@ -156,21 +146,6 @@ def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
 def test_large_scores_do_not_overflow(device):
     case = make_case([9, 0], [17, 40], tile_size=16, device=device, scale=300.0)
     assert_attends_as_specified(case, 1e-3, launch=SMALL_TILES)
-
-
-@check.every_device
-def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device):
-    case = make_case([5, 0], [20, 3], tile_size=16, device=device)
-    columns = case["tiles"].columns
-    buffer = torch.zeros(COLUMNS, 9, dtype=torch.int32, device=device)
-    buffer[:, : columns.shape[1]] = columns
-    assert_attends_as_specified(case | {"tiles": Tiles(buffer[:, :5], 16)}, launch=SMALL_TILES)
-
-
-@pytest.mark.parametrize("block_m, block_n", [(64, 8), (64, 128), (32, 24)])
-def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
-    with pytest.raises(OptionError, match=f"block_n={block_n}"):
-        prefill_attention(**make_case([0], [3], tile_size=block_m), launch=Launch(block_n, 4, 3))
 
 
 @check.interpreted
@@ -195,19 +170,3 @@ def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
 def test_tiles_in_pieces_equal_the_spec_at_a_real_size(shape, window, dtype):
     sizes = LARGE[shape] | {"pieces": [1, 2, 3, 16, 5], "window": window, "dtype": dtype, "device": "cuda"}
     assert_attends_as_specified(make_case([0, 63, 2000, 4096, 8000], [100, 65, 64, 1, 512], **sizes))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_other_numbers_of_tiles_and_blocks_compile_nothing_new(in_pieces):
-    compiled = module._prefill_attention_kernel.device_caches[torch.cuda.current_device()][0]
-
-    def attend(starts: list[int], counts: list[int], pieces: int) -> int:
-        """How many kernels there are afterwards."""
-        each = [pieces] * len(starts) if in_pieces else None
-        prefill_attention(**make_case(starts, counts, pieces=each, device="cuda"))
-        return len(compiled)
-
-    before = attend([0], [70], 2)
-    for starts, counts in (([0], [1]), ([8] * 16, [3] * 16), ([0, 112], [17, 5])):
-        assert attend(starts, counts, 3) == before

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given, strategies as st
 
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, PIECE_KEYS, pieces_for, tile_columns
-from tests.helpers import DTYPES
 
 # start, count, row of the table, pieces
 SEQUENCES = st.lists(
@@ -36,13 +32,6 @@ def test_tiles_cover_every_new_token_once_those_that_attend_to_more_come_first(s
         covered += [(first + i, (position + i, sequence_first, start, row)) for i in range(size)]
     assert len(covered) == len(expected) and dict(covered) == expected
     assert (np.diff(columns[2] + columns[1]) <= 0).all()
-
-
-def test_sequences_share_the_cache_in_sections_of_the_longest_first():
-    starts, counts = [0, 3000, 0, 0], [2048, 1000, 2048, 2048]
-    _, size, position, *_, rows, _, _ = tile_columns(starts, counts, None, 512)
-    assert set(rows[:6]) == {0, 1} and set(rows[6:]) == {2, 3} and len(rows) == 14
-    assert all((np.diff((position + size)[part]) <= 0).all() for part in (slice(6), slice(6, None)))
 
 
 @given(SEQUENCES, st.integers(1, 70))
@@ -72,28 +61,3 @@ def test_tiles_are_cut_into_no_more_pieces_than_there_is_room_for(sequences, roo
     for start, n in zip(starts, pieces, strict=True):
         seen = min(start, window or start)
         assert n == 1 if seen < LONG_PREFIX else 1 <= n <= 0.5 + (seen / PIECE_KEYS / 16) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "starts, counts, window, expected",
-    [
-        ([15_000], [64], None, [8]),
-        ([12_000, 3000], [64, 64], None, [5, 2]),
-        ([15_000], [64], 4096, [4]),
-        ([2048], [256], None, None),  # to combine two pieces takes longer than 1024 keys
-        ([15_000], [1024], None, None),
-        ([], [], None, None),
-    ],
-)
-def test_long_prefixes_before_few_tokens_are_cut_so(starts, counts, window, expected):
-    assert pieces_for(starts, counts, 64, 16, 16, window) == expected
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 2, 3, 4])
-def test_tiles_take_keys_of_a_divisor_of_64_and_rows_fill_the_warps(group, dtype, head_dim):
-    launch = launch_for(dtype, head_dim, group)
-    assert BLOCK_M % launch.block_n == 0 and group % launch.heads == 0
-    if dtype != torch.float32:
-        assert BLOCK_M * launch.heads == 16 * launch.num_warps

@@ -6,26 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rosellm.errors import OptionError, RecipeError
+from rosellm.errors import RecipeError
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.table import TRITON
-from rosellm.roseinfer.layers.batch_invariant import invariant_kernels
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from tests.helpers import (
-    DTYPES,
-    FAMILIES,
-    ON_GPU,
-    bits,
-    greedy_sequences,
-    random_model,
-    random_prompts,
-    small_config,
-)
+from tests.helpers import DTYPES, FAMILIES, bits, greedy_sequences, random_model, random_prompts, small_config
 
 CONFIG = small_config(n_positions=256)
 STEPS = 6
@@ -72,16 +60,6 @@ def test_logits_are_bitwise_those_of_the_request_alone(device, dtype, n_others, 
     alone = logits_of_probe(engine, 0)
     for place in (0, n_others):
         assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
-
-
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
-def test_without_the_mode_they_differ_somewhere(device):
-    options = {"recipe": "packed_prefill"} if device == "cpu" else {}
-    config = small_config(**({} if device == "cpu" else REAL) | {"n_positions": 256})
-    model = random_model(0, config, std=0.05).to(device, torch.float32 if device == "cpu" else torch.float16)
-    engine = engine_of(model, deterministic=False, **options)
-    alone = logits_of_probe(engine, 0)
-    assert any(not torch.equal(bits(logits_of_probe(engine, n)), bits(alone)) for n in (7, 1, 8, 63, 255))
 
 
 def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int]], n: int):
@@ -145,28 +123,7 @@ def test_chunks_cached_prefixes_and_preemption_change_no_bit(case, place):
     assert engine.prefix_cache is None or engine.prefix_cache.hits > 0
 
 
-def test_a_prompt_cannot_be_cut_elsewhere():
-    engine = engine_of(random_model(0, CONFIG))
-    (sequence,) = greedy_sequences(engine, [PROBE], 2)
-    with pytest.raises(OptionError, match="ends at token 63.*multiple of 64"):
-        engine.begin_prefill([sequence], [63])
-    engine.release(sequence)
-    engine.check_integrity()
-
-
 @pytest.mark.parametrize("rung", [rung for rung in LADDER if LADDER[rung].as_dict()["gemm"] != "small_m"])
 def test_rungs_whose_sums_have_no_one_order_refuse_the_mode(rung):
     with pytest.raises(RecipeError, match="(numerics='invariant'|deterministic=True) needs"):
         engine_of(random_model(0, CONFIG), recipe=rung)
-
-
-@pytest.mark.parametrize("rows", [8, 200])
-def test_products_of_any_number_of_rows_are_loaded_in_the_same_way(rows, monkeypatch):
-    described = []
-    usual = linear._described
-    monkeypatch.setattr(linear, "_described", lambda *a: described.append(a) or usual(*a))
-    case = {"x": torch.randn(rows, 64).half(), "weight": torch.randn(32, 64).half()}
-    invariant_kernels(TRITON, dependent=False).some_rows_linear(**case)
-    assert not described
-    linear.some_rows_linear(**case)  # which may copy tiles
-    assert described

@@ -102,11 +102,3 @@ def test_a_filtered_row_without_finite_logits_has_no_token_and_its_neighbours_ha
     expected = choose(fused(), hidden, names, 7)
     hidden[1] = float("nan")
     assert choose(fused(), hidden, names, 7) == [expected[0], NOT_FINITE, expected[2]]
-
-
-def test_rows_with_a_temperature_only_are_drawn_without_a_sort_and_get_the_same_tokens(monkeypatch):
-    """As in a batch with a filtered row, whose vocabulary is sorted."""
-    hidden, drawn = hidden_of(3, 4), ("drawn", "greedy")
-    with_filtered = [choose(of_logits(), hidden, (*drawn, "top_p"), seed)[:2] for seed in range(40)]
-    monkeypatch.setattr(torch.Tensor, "sort", None)
-    assert [choose(of_logits(), hidden[:2], drawn, seed) for seed in range(40)] == with_filtered

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
-from rosellm.models.model import Projection, Transformer, activated
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.linear import parts_of
-from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
-from rosellm.roseinfer.layers import products as made
-from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
-from rosellm.roseinfer.layers.products import LibraryProducts, NormedWeights, PackedProducts, SomeRowsProducts
+from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from rosellm.roseinfer.layers.fused import Layers, build_layers
 from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
@@ -73,16 +68,6 @@ def test_every_variant_gives_the_models_states(variant, shape, device):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_the_number_of_rows_chooses_the_products(device):
-    model = random_model(0).to(device)
-    layers_for = build_layers(*VARIANTS["small_m"], model, TRITON)
-    for rows in (1, FEW_ROWS):
-        assert isinstance(layers_for(rows), FewRowsLayers)
-    for rows, products in ((FEW_ROWS + 1, SomeRowsProducts), (256, SomeRowsProducts), (257, LibraryProducts)):
-        assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("rows", [4, 20])
 @pytest.mark.parametrize("shape", ["small", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -101,82 +86,6 @@ def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
     found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
     assert found.isfinite().all()
     assert_near(found[~inert], expected[~inert], TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_onednn", [True, False])
-def test_only_fp32_weights_are_packed_and_none_without_onednn(has_onednn, dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
-    model, is_packed = random_model(0).to(dtype), has_onednn and dtype == torch.float32
-    products = build_layers(*VARIANTS["small_m"], model, TORCH)(1).products
-    assert made.can_pack(model) == is_packed
-    assert isinstance(products, PackedProducts if is_packed else LibraryProducts)
-
-
-def normed_projection(kind: str, outputs: int, eps: float, bias: bool = False):
-    """A norm of 48 and a projection of what it gives, both without values yet."""
-    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=eps)
-    return norm.requires_grad_(False), Projection(outputs, 48, bias).requires_grad_(False)
-
-
-def assert_is_the_norm_and_then_the_projection(kernels: Kernels, x: Tensor, norm, projection) -> None:
-    w = NormedWeights.of(projection, norm)
-    found = kernels.few_rows_linear(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
-    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
-    assert_near(found, exact(exact_norm(x.float())).to(x.dtype))
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_product_of_normed_weights_is_the_norm_and_then_the_projection(dtype, bias, kind):
-    """Over the projection's own weight: nothing is copied but vectors."""
-    generator = torch.Generator().manual_seed(1)
-    norm, projection = normed_projection(kind, 2000, 1e-2, bias)
-    for parameter in (*norm.parameters(), *projection.parameters()):
-        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
-    x = (0.1 * torch.randn(3, 48, generator=generator) + 0.05).to(dtype)
-    assert_is_the_norm_and_then_the_projection(TORCH, x, norm, projection)
-    w = NormedWeights.of(projection, norm)
-    assert w.weight is projection.weight and (w.bias is not None) == (bias or kind == "layer")
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_an_fp16_row_is_normed_where_it_times_the_scale_is_beyond_fp16(rows, kind, device):
-    generator = torch.Generator().manual_seed(2)
-    norm, projection = normed_projection(kind, 64, 1e-5)
-    norm.weight.data = 30 * torch.rand(48, generator=generator)
-    projection.weight.data = 0.01 * torch.randn(64, 48, generator=generator)
-    x = 100 * torch.randn(rows, 48, generator=generator)
-    x[:, 7], norm.weight[7] = 60_000.0, 30.0
-    norm, projection, x = (one.to(device, torch.float16) for one in (norm, projection, x))
-    assert_is_the_norm_and_then_the_projection(TRITON, x, norm, projection)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_the_recipe_chooses_where_swiglu_is_computed(device):
-    model, calls = random_model(0, small_config(**MODELS["llama"])).to(device), []
-
-    def counted(*, x: Tensor) -> Tensor:
-        calls.append(len(x))
-        return TRITON.silu_mul(x=x)
-
-    kernels, x = replace(TRITON, silu_mul=counted), torch.randn(5, 32, device=device)
-    for variant, expected in (("fused_norm", []), ("epilogue", [5])):
-        products = build_layers(*VARIANTS[variant], model, kernels)(300).products
-        assert_near(products.up(0, x), activated(model.blocks[0].up(x), model.config))
-        assert calls == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gelu_in_the_epilogue_is_the_tanh_form(dtype):
-    projection = random_model(7).to("cuda", dtype).blocks[0].up
-    x = torch.randn(40, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
-    expected = F.gelu(projection(x).float(), approximate="tanh").to(dtype)
-    assert_near(made._gelu_in_epilogue(projection, x), expected)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

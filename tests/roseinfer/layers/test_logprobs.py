@@ -6,35 +6,17 @@ import pytest
 import torch
 
 from rosellm.errors import SamplingError
-from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
-from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from tests.helpers import greedy_sequences, random_model, random_prompts, small_engine, uncached_logits
+from tests.helpers import random_model, random_prompts, small_engine, uncached_logits
 from tests.roseinfer.steps.fake_graphs import captured
 
 __all__ = ["captured"]
 RUNGS = ["resident_step", "split_kv", BEST_RUNG]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
-
-
-def asking(n: int | None) -> Sequence:
-    return Sequence(1, [0], SamplingParams(logprobs=n))
-
-
-def test_the_token_comes_first_then_the_most_likely_others():
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
-    expected = logits[0].log_softmax(dim=0).tolist()
-    words = likely_tokens(logits, torch.tensor([2, 1, 0, 3]))
-    third, first, last, silent = likely_of(words, [asking(2), asking(2), asking(0), asking(None)])
-    assert [(token, rank) for token, _, rank in third] == [(2, 3), (1, 1), (3, 2)]
-    assert [(token, rank) for token, _, rank in first] == [(1, 1), (3, 2)]
-    assert [(token, rank) for token, _, rank in last] == [(0, 4)] and silent is None
-    for token, logprob, _ in (*third, *first, *last):
-        assert logprob == pytest.approx(expected[token], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +74,6 @@ def test_log_probabilities_survive_preemption(deterministic):
     assert scheduler.preemptions
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_logprobs(uncached_logits(model, prompt + output.token_ids), len(prompt), output, 1)
-
-
-def test_rows_in_which_nobody_asks_are_left_out(captured, monkeypatch):
-    engine, begun = small_engine(random_model(0)), []
-    monkeypatch.setattr(engine.step.worker.logprobs, "begin", lambda *arguments: begun.append(arguments))
-    sequences = greedy_sequences(engine, random_prompts([3, 4]), 3)
-    engine.begin_prefill(sequences)
-    engine.begin_decode(sequences)
-    assert not begun
 
 
 # Several completions.

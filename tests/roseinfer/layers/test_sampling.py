@@ -13,7 +13,7 @@ from rosellm.errors import SamplingError
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise, gumbel_noise_triton
 from rosellm.roseinfer.sampling import MOST_COMPLETIONS, NOT_FINITE, SamplingParams
-from tests.helpers import DTYPES, TRITON_DEVICES
+from tests.helpers import DTYPES
 
 MOST = 2**63 - 1
 BAD_ROWS = [[0.0, math.nan, 1.0], [0.0, 1.0, math.inf], [math.nan] * 3, [-math.inf] * 3]
@@ -108,17 +108,6 @@ def test_rules_that_leave_one_token_take_the_likeliest_the_first_of_equals(rule,
     assert tokens.dtype == torch.int32 and tokens.tolist() == logits.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1e39], ids=str)
-def test_a_token_that_logits_rule_out_is_never_drawn(temperature):
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0]]).expand(50, -1)
-    assert set(drawn(logits, temperature=temperature).tolist()) == {1, 3}
-
-
-@devices
-def test_of_equal_logits_top_k_keeps_the_first(device):
-    assert set(drawn(torch.zeros(50, 900), device, top_k=2).tolist()) == {0, 1}
-
-
 @devices
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_are_not_finite_are_marked_and_leave_the_others_alone(temperature, device):
@@ -127,13 +116,6 @@ def test_rows_that_are_not_finite_are_marked_and_leave_the_others_alone(temperat
     expected = drawn(good, device, temperature=temperature)
     expected[1:5] = NOT_FINITE
     assert torch.equal(drawn(logits, device, temperature=temperature), expected)
-
-
-def test_a_draw_asks_nothing_of_its_inputs_values():
-    """Tensors on ``meta`` have no values to branch on, and no shape that depends on them."""
-    inputs = torch.zeros(3, 11), *columns(3), torch.arange(3), torch.arange(3)
-    tokens = draw(*(x.to("meta") for x in inputs))
-    assert (tokens.device.type, tokens.shape, tokens.dtype) == ("meta", (3,), torch.int32)
 
 
 @pytest.mark.gpu
@@ -201,21 +183,6 @@ def test_drawn_tokens_follow_the_allowed_probabilities(rule, varied, device):
     probs = allowed_log_probs(logits[None], *columns(1, **rule))[0].exp()
     assert (probs > 0).sum() > 1
     assert chi_squared_excess(draw_many(logits, rule, varied, device), probs) < 1
-
-
-@pytest.mark.parametrize("varied", ["seeds", "positions"])
-def test_draws_of_neighbouring_seeds_or_positions_are_independent(varied):
-    logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
-    tokens, probs = draw_many(logits, {}, varied, "cpu"), logits.softmax(dim=-1)
-    first, second, joint = tokens[::2], tokens[1::2], torch.outer(probs, probs).flatten()
-    assert chi_squared_excess(4 * first + second, joint) < 1
-    assert chi_squared_excess(4 * first + first, joint) > 1
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_the_kernels_noise_draws_the_same_tokens(device):
-    logits = random_logits(6, vocab=1500)
-    assert torch.equal(drawn(logits, device, noise=gumbel_noise_triton), drawn(logits, device))
 
 
 # Penalties.
@@ -311,13 +278,3 @@ def test_as_many_completions_as_allowed_are_made_each_with_its_own_seed():
     each = SamplingParams(n=MOST_COMPLETIONS, seed=5).each()
     assert [one.seed for one in each] == list(range(5, 5 + MOST_COMPLETIONS))
     assert {one.n for one in each} == {1}
-
-
-@pytest.mark.parametrize(
-    ("stop", "strings"),
-    [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())],
-    ids=str,
-)
-def test_stop_strings_become_a_tuple(stop, strings):
-    params = SamplingParams(stop=stop)
-    assert params.stop == params.stops == strings

@@ -49,19 +49,6 @@ def test_an_interrupt_of_a_run_waits_for_the_end_of_a_step_and_no_longer():
     assert not scheduler.has_unfinished and not scheduler.finished
 
 
-def test_an_interrupt_waits_until_it_is_let_through_or_the_end():
-    for lets_through, expected in ((True, ["signal"]), (False, ["signal", "end"])):
-        reached = []
-        with pytest.raises(KeyboardInterrupt), held_interrupt() as let_through:
-            signal.raise_signal(signal.SIGINT)
-            reached.append("signal")
-            if lets_through:
-                let_through()
-            reached.append("end")
-        assert reached == expected
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_second_interrupt_does_not_wait_and_within_another_the_outer_one_holds():
     with pytest.raises(KeyboardInterrupt), held_interrupt():
         signal.raise_signal(signal.SIGINT)

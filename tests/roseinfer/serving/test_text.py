@@ -61,16 +61,6 @@ def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces, stops):
     assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
 
 
-def test_a_character_that_is_cut_comes_with_the_end(tokenizer):
-    ids = tokenizer.encode("né 🙂")[:-1]
-    text = IncrementalText(tokenizer)
-    for token in ids:
-        text.push(token)
-    assert text.take() == "né "
-    text.finish()
-    assert "né " + text.take() == text.text == tokenizer.decode(ids)
-
-
 @pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
 def test_the_first_of_several_ends_of_sequence_stops_a_request(rung):
     prompts = [[9, 8], [3], [5, 6, 7], [40, 2, 1, 8]]

@@ -6,19 +6,17 @@ import random
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, tile_columns
+from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, LayerSize, layer_size, room_of
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, LayerSize, layer_size
 from tests import helpers
 from tests.helpers import MODERN, TRITON_DEVICES, random_model, random_prompts, small_config, small_engine
-from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
+from tests.roseinfer.steps.fake_graphs import captured
 
 __all__ = ["captured"]
 WISHES = (
@@ -132,16 +130,6 @@ def test_a_prefill_captured_at_first_use_writes_nothing_of_the_one_before_it(cap
     assert engine.late_captures == 0
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("n", [1, 5, 16])
-def test_a_prefill_sends_one_copy_and_replays_two_runs(captured, monkeypatch, rung, n):
-    engine = small_engine(MODEL, recipe=rung)
-    sends, send = [], StagingBuffer.send
-    monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
-    engine.begin_prefill(helpers.greedy_sequences(engine, random_prompts([4] * n), 3))
-    assert len(sends) == 1 and engine.late_captures == 0
-
-
 @pytest.mark.parametrize(("lengths", "most"), [([50] * 3, 128), ([2] * 5, 4096)])
 def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, monkeypatch, lengths, most):
     monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.CAPTURED_TOKENS", most)
@@ -211,38 +199,6 @@ def test_the_kernels_give_the_same_tokens(captured, request, replayed, device, c
     assert engine.late_captures == 0 or device == "cpu"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("wish", WISHES[2:], ids=["top_k", "top_p", "penalised", "greedy, penalised"])
-def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, device, wish):
-    """Of one prompt, and of three in a choice for 16; other requests' counts and places stay."""
-    model, prompts = random_model(0).to(device), random_prompts([5, 3, 9, 4])
-    params = [SamplingParams(max_tokens=3, seed=9 + i, **wish) for i in range(len(prompts))]
-    outputs = []
-    for rung in ("resident_step", BEST_RUNG):
-        options = {"recipe": rung, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
-        engine = small_engine(model, warm_up=device == "cuda", **options)
-        first, *others = map(engine.make_sequence, prompts, params)
-        engine.prefill([first])
-        engine.prefill(others)
-        outputs.append(helpers.decode_all(engine, [first, *others]))
-        assert engine.late_captures == 0 or device == "cpu"
-    assert outputs[0] == outputs[1]
-
-
-def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
-    engine = small_engine(MODEL, recipe=BEST_RUNG)
-    sequences = helpers.greedy_sequences(engine, random_prompts([50, 19, 60]), 2)
-    replayed.clear()
-    engine.begin_prefill(sequences, [25, 15, 10])
-    engine.begin_prefill(sequences, [9, 4, 9])
-    columns = engine.step.worker.prompts.buffer.layer_inputs(BLOCK_M, "pieces").columns
-    assert columns.shape == (COLUMNS, room)
-    assert columns[-1].tolist() == [6] * 6 + [1, 1] + [0] * 8  # 25, 15 and 10 cached tokens
-    engine.begin_prefill([sequences[2]], [9])
-    assert replayed == [(64, "few"), (BLOCK_M, "pieces"), (16, "many")] and engine.late_captures == 0
-
-
 def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
     config = small_config(n_positions=256, n_layers=1)
     engine = small_engine(random_model(0, config), deterministic=True, warm_up=False)
@@ -270,13 +226,6 @@ def test_on_a_gpu_a_long_prompt_in_chunks_gives_the_tokens_of_the_whole(chunk):
     assert engine.late_captures == 0 and (BLOCK_M, "pieces") in engine.step.worker.prompts._layer_runs
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_there_is_room_for_pieces_on_a_gpu_if_prefixes_may_be_long(device):
-    model = random_model(0).to(device)
-    assert room_of(model, 1024) == 0
-    assert (room_of(model, 1025) > 1) == (device == "cuda")
-
-
 @pytest.mark.parametrize("heads", [(12, 12), (16, 8)])
 def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attention(captured, heads):
     """At most a few hundred: a capture takes 10 to 40 ms."""
@@ -292,15 +241,3 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
     for bucket, longest in product({bucket for bucket, _, _ in keys}, {*range(1, 1025, 23), 1024}):
         variants = {bind.variant(bucket, longest, share * longest) for share in (0.1, 0.6, 0.9, 1)}
         assert {(bucket, *one) for one in product(modes, variants)} <= keys
-
-
-def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, monkeypatch):
-    results = []
-    for graphs in (None, FakeGraphs()):
-        monkeypatch.setattr("rosellm.roseinfer.assembly.graphs_on", lambda _device, own=graphs: own)
-        engine = small_engine(MODEL, deterministic=True)
-        assert isinstance(engine.step.worker.prompts, CapturedPrefill) == (graphs is not None)
-        sequences = helpers.greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
-        engine.begin_prefill(sequences)
-        results.append(engine.step.last_logits())
-    assert torch.equal(*results)

@@ -84,15 +84,6 @@ def test_more_steps_than_the_ring_holds_may_be_begun_without_collecting_any(rung
     assert sequence.output == helpers.uncached_greedy(engine.model, PROMPTS[0], n)
 
 
-def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
-    engine = small_engine(MODEL, recipe=BEST_RUNG)
-    sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
-    outputs = helpers.decode_all(engine, sequences)
-    assert outputs[8] == EXPECTED[8]
-    buckets = {bucket for bucket, _, _ in engine.step.worker._steps}
-    assert 1 in buckets and max(buckets) > 8
-
-
 def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
     engine = small_engine(MODEL, recipe=BEST_RUNG, num_kv_blocks=6)
     long, short = started(engine, [6, 4], 8)  # 4 blocks and 2: none is left

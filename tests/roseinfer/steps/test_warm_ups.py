@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import triton
-from hypothesis import given, settings, strategies as st
 from triton import language as tl
 
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
-from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps import step as step_module
-from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
 from tests import helpers
 from tests.fake_memory import FakeMemory
 from tests.helpers import MODERN, ON_GPU, random_model, random_prompts, small_config, small_engine
@@ -57,18 +53,6 @@ def launches(monkeypatch) -> list[Launch]:
 
     monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", note)
     return noted
-
-
-@pytest.fixture
-def garbage(monkeypatch) -> None:
-    """What is allocated and not written holds no index of anything, and no number."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def spoilt(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
-
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: spoilt(empty(*sizes, **options)))
-    monkeypatch.setattr(torch, "empty_like", lambda *like, **options: spoilt(empty_like(*like, **options)))
 
 
 def engine_of(rung: str, family: str) -> Engine:
@@ -124,19 +108,6 @@ def test_on_a_gpu_a_warm_up_compiles_then_runs_and_rehearses_prefills_unless_row
     assert noted == [*(("compile", name) for name in compiled), *(("run", name) for name in run)]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40), st.integers(9, 80))
-def test_each_part_of_a_prompts_inputs_starts_where_kernels_are_compiled_for(
-    tokens, tiles, places, row_words
-):
-    shape = Shape(tokens, tiles, places, row_words)
-    inputs = PromptInputs.of(torch.zeros(shape.words, dtype=torch.int32), shape)
-    parts = inputs.last, inputs.slots, inputs.rows, inputs.ids, inputs.positions, inputs.columns
-    assert all(part.data_ptr() % 16 == 0 for part in parts)
-    assert [part.numel() for part in parts[:3]] == [places, places, places * row_words]
-    assert [part.numel() for part in parts[3:]] == [tokens, tokens, COLUMNS * tiles]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
@@ -155,17 +126,6 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
     assert launches and set(launches) <= rehearsed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rung", RUNGS)
-def test_nothing_reads_what_a_kernel_that_did_not_run_has_not_written(captured, garbage, rung, family):
-    engine = engine_of(rung, family)
-    before = engine.step.worker.state.rows.clone()
-    with torch.inference_mode():
-        compile_ahead(engine.step.rehearsals(40) + engine.step.warm_ups())
-    assert engine.step.worker.state.rows[:-1].equal(before[:-1])
-    assert engine.step.n_captured == 0
-
-
 def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_raises():
     x = torch.zeros(16)
     compile_ahead([lambda: one_more_kernel[(1,)](x, SIZE=16)] * 3)
@@ -174,20 +134,6 @@ def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_rai
         compile_ahead([lambda: 1 / 0])
     one_more_kernel[(1,)](x, SIZE=16)
     assert x.tolist() == [1.0] * 16
-
-
-def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trace():
-    before = triton.runtime.KernelInterface.__getitem__
-    x, inside, launched = torch.zeros(16), threading.Event(), threading.Event()
-    runs = [lambda: inside.set() or launched.wait(10)]
-    with ThreadPoolExecutor(2) as threads:
-        two = [threads.submit(compile_ahead, runs) for _ in range(2)]
-        assert inside.wait(10)
-        one_more_kernel[(1,)](x, SIZE=16)
-        launched.set()
-        assert [one.result(10) for one in two] == [None, None]
-    assert x.tolist() == [1.0] * 16
-    assert triton.runtime.KernelInterface.__getitem__ is before
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
