@@ -1,4 +1,4 @@
-"""Pools of blocks: slots in order, exhaustion that changes nothing, and entries of either kind."""
+"""Pools of blocks: slots in order, and exhaustion that changes nothing."""
 
 from __future__ import annotations
 

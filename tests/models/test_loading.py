@@ -1,11 +1,9 @@
-"""What an engine is made of: the parts that a name, a device and a dtype stand for, KV blocks that fit."""
+"""What an engine is made of: the parts that a name, a device and a dtype stand for."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,30 +13,10 @@ from rosellm.models import loading
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
-from rosellm.roseinfer import trial
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.trial import kv_blocks_within_memory
-from tests.fake_memory import FakeMemory
 from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
 GPU = torch.device("cuda")
-
-
-def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
-    class Dropped: ...
-
-    dropped = Dropped()
-    dropped.step = dropped  # engines, too, are circles
-    held = weakref.ref(dropped)
-    del dropped
-    gpt = SimpleNamespace(device=torch.device("cuda"), config=small_config(), dtype=torch.float16)
-    total = 64 << 30
-    memory = FakeMemory(total, held=lambda: 0 if held() is None else total)
-    monkeypatch.setattr(trial, "GPUMemory", lambda *_: memory)
-    assert kv_blocks_within_memory(gpt, 100, 8) == 100
-
-
-# The dtype
 
 
 def test_an_absent_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch):

@@ -131,6 +131,18 @@ def test_where_the_trial_runs_out_of_memory_there_is_no_room(blocks_within):
     assert blocks_within(100 << 30, 0, 1 << 60, 0.9, measure) == 0
 
 
+def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
+    class Dropped: ...
+
+    dropped = Dropped()
+    dropped.step = dropped  # engines, too, are circles
+    held = weakref.ref(dropped)
+    del dropped
+    memory = FakeMemory(64 * GiB, held=lambda: 64 * GiB * (held() is not None))
+    monkeypatch.setattr(trial, "GPUMemory", lambda *_: memory)
+    assert kv_blocks_within_memory(FakeGPU, 100, BLOCK) == 100
+
+
 @pytest.mark.gpu
 def test_a_gpus_share_is_kept():
     gpt = random_model(0).to("cuda")

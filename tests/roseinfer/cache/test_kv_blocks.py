@@ -1,4 +1,4 @@
-"""The block manager beside ``tests/soak``: whose slots are written, what its errors say, and its memory."""
+"""The block manager beside ``tests/soak``: a pool for each layer, and its memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,9 @@ import pytest
 import torch
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.engine import KVBlockManager
 
-LAYERS, HEADS, DIM, BLOCK, POOL = 2, 2, 3, 4, 9
-
-
-def make_manager(n_blocks: int = POOL) -> KVBlocks:
-    return KVBlocks(LAYERS, HEADS, DIM, BLOCK, n_blocks, "cpu", torch.float32)
-
-
-def test_an_error_names_the_counts():
-    with pytest.raises(KVCacheExhausted, match="needs 3 more blocks and 2 of 2 are free"):
-        make_manager(2).reserve_prompt([], 3 * BLOCK)
-
-
-# With a pool for each layer, as callers without an engine use it.
-
-
-@pytest.fixture
-def layered() -> KVBlockManager:
-    return KVBlockManager(LAYERS, HEADS, DIM, BLOCK, 2, "cpu", torch.float32)
+LAYERS, HEADS, DIM, BLOCK = 2, 2, 3, 4
 
 
 def append(layered: KVBlockManager, layer: int, ids: list[int], *values: float) -> None:
@@ -38,7 +20,8 @@ def append(layered: KVBlockManager, layer: int, ids: list[int], *values: float) 
         layered.append_token(layer, ids, token, -token)
 
 
-def test_each_layer_has_all_its_blocks_whatever_the_others_hold(layered):
+def test_each_layer_has_all_its_blocks_whatever_the_others_hold():
+    layered = KVBlockManager(LAYERS, HEADS, DIM, BLOCK, 2, "cpu", torch.float32)
     lists: list[list[int]] = [[], []]
     for layer, ids in enumerate(lists):
         append(layered, layer, ids, *range(2 * BLOCK))

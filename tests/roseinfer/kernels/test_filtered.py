@@ -1,4 +1,4 @@
-"""Draws from some tokens only: the kernels against the specification, and the distribution."""
+"""Draws from some tokens only: the kernels against the specification."""
 
 from __future__ import annotations
 
@@ -217,9 +217,6 @@ def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs
     logits[1, slice(None) if bad == -math.inf else slice(700, 703)] = bad
     expected[1] = NOT_FINITE
     assert torch.equal(drawn_by(kernels, logits, state, splits), expected)
-
-
-# Several programs a row, of rows with top-p alone.
 
 
 @several_programs

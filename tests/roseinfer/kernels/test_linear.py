@@ -108,9 +108,6 @@ def test_few_rows_cut_in_any_way_equal_the_spec(options, shape, device, dtype):
     assert_few_rows_equal_spec(make_case(rows, 42, k, options, dtype, device), **chosen)
 
 
-# Rows and inputs of the weights: GPT-2, gpt2-xl, Qwen3-0.6B, Llama-3.2-1B, Llama-3.1-8B.
-
-
 @check.every_device
 @pytest.mark.parametrize(
     ("name", "rows"), [("few_rows_linear", 3), ("few_rows_linear", 12), ("some_rows_linear", 40)]

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the published vectors, the distribution, and what a row depends on."""
+"""Counter-based random numbers: the published vectors, the formula, and independence."""
 
 from __future__ import annotations
 

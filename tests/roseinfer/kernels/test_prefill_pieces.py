@@ -1,4 +1,4 @@
-"""Prompts cut into tiles, and tiles into pieces: all tokens once, in which order, and when it pays."""
+"""Prompts cut into tiles, and tiles into pieces: all tokens once, and pieces within their room."""
 
 from __future__ import annotations
 

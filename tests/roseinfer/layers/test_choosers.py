@@ -15,7 +15,7 @@ from rosellm.roseinfer.kernels.draw import draw, penalised_ref
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
+from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import random_model
 
 WISHES = {
@@ -95,10 +95,3 @@ def test_a_rows_token_is_the_draw_that_its_own_wish_specifies_whatever_shares_th
     for seed in range(20):
         for chooser in (fused(), of_logits()):
             assert choose(chooser, hidden, names, seed) == specified(hidden, names, seed)
-
-
-def test_a_filtered_row_without_finite_logits_has_no_token_and_its_neighbours_have_theirs():
-    hidden, names = hidden_of(3, 6), ("drawn", "top_k", "greedy")
-    expected = choose(fused(), hidden, names, 7)
-    hidden[1] = float("nan")
-    assert choose(fused(), hidden, names, 7) == [expected[0], NOT_FINITE, expected[2]]

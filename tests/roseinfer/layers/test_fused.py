@@ -67,27 +67,6 @@ def test_every_variant_gives_the_models_states(variant, shape, device):
             assert_gives_the_models_states(layers_for(sum(each)), model, each)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("rows", [4, 20])
-@pytest.mark.parametrize("shape", ["small", "qwen3"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
-    """Its position is negative; what attention gives for it is zero."""
-    model = random_model(3, small_config(**MODELS[shape])).to(device)
-    layers = build_layers(*VARIANTS[variant], model, TRITON)(rows)
-    ids, positions, _ = inputs_of(model, [rows])
-    inert = torch.arange(rows, device=device) % 3 == 1
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(model.config.group, dim=1) for x in (k, v))
-        return torch.where(inert[:, None, None], 0, q + 2 * k + v)
-
-    expected = model.layers(ids, positions, attend)
-    found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
-    assert found.isfinite().all()
-    assert_near(found[~inert], expected[~inert], TOLERANCE)
-
-
 @pytest.mark.parametrize("device", [ON_GPU])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ["small", "qwen2", "qwen3"])

@@ -100,9 +100,6 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
     assert_all_free(engine)
 
 
-# Ends
-
-
 # Figures
 
 

@@ -1,4 +1,4 @@
-"""Prefills as they are captured, on the CPU: padded, from one buffer, by one copy; tokens are the host's."""
+"""Prefills as they are captured, on the CPU: padded, from one buffer; tokens are the host's."""
 
 from __future__ import annotations
 
