@@ -91,6 +91,14 @@ def test_triton_gives_the_noise_of_a_whole_vocabulary_and_a_large_batch():
     assert_triton_gives_the_noise_of_the_specification(*random_rows(300, "cuda"), 50257)
 
 
+@every_device
+@pytest.mark.parametrize("make", [gumbel_noise, gumbel_noise_triton])
+def test_noise_of_a_small_word_is_that_of_the_middle_between_two_words(make, device):
+    seed, column = 1_596_515, 713  # found by search: its word is 2
+    found = make(torch.tensor([seed], device=device), torch.tensor([0], device=device), column + 1)[0, column]
+    assert found.item() == pytest.approx(-math.log(2.5 / 2**32), abs=1e-4)
+
+
 @pytest.mark.parametrize(("word", "uniform"), [(0, 2.0**-24), (WORD, 1 - 2.0**-33)])
 def test_the_extreme_words_give_finite_noise(monkeypatch, word, uniform):
     monkeypatch.setattr(noise, "hashed_words", lambda column, key: torch.full((1, 1), WORD - word))

@@ -177,7 +177,6 @@ GPT2, QWEN3 = small_config(n_layers=1), small_config(n_layers=1, **MODERN)
     [
         pytest.param(GPT2, PADDED, 16, marks=pytest.mark.slow, id="gpt2, padded"),
         pytest.param(QWEN3, PADDED, 16, id="qwen3, padded"),
-        pytest.param(GPT2, IN_PIECES, 64, marks=pytest.mark.slow, id="gpt2, in pieces"),
         pytest.param(QWEN3, IN_PIECES, 64, marks=pytest.mark.slow, id="qwen3, in pieces"),
     ],
 )
