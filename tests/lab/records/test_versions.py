@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rosellm.environment import CHECKOUT
 from rosellm.errors import RoseError
 from rosellm.lab import measure
 from rosellm.lab.records import versions
@@ -50,14 +49,6 @@ def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> Non
     assert "too old" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_side_that_cannot_serve_says_why() -> None:
-    nobody = ["--hf-model-id=nobody/knows", "--load-format=dummy", "--device=cpu"]
-    old = Side(versions.OLD, CHECKOUT, "scheduler", nobody)
-    with closing(old), pytest.raises(RoseError, match="the old side: .*no shape is known"):
-        old.engine()
-
-
 class Made:
     """A side without a process: a sample is of two runs; the new one differs as told."""
 
@@ -94,14 +85,6 @@ def measured(monkeypatch, **differs: object) -> dict:
 def test_what_is_not_the_same_work_is_no_comparison(monkeypatch, differs, told) -> None:
     with pytest.raises(RoseError, match=told):
         measured(monkeypatch, **differs)
-
-
-@pytest.mark.parametrize(
-    ("digest", "tokens"), [("a", "the same tokens"), ("b", "not always the same tokens")]
-)
-def test_other_tokens_are_told(monkeypatch, digest, tokens) -> None:
-    found = measured(monkeypatch, digest=digest)
-    assert versions.told("W1", found) == f"W1, tok/s: old 100, new 100 (+0.0 %), {tokens}"
 
 
 def test_the_package_of_a_commit_is_that_commits_alone() -> None:
