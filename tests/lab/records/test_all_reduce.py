@@ -1,4 +1,4 @@
-"""The command that records sums over ranks: on a CPU by gloo, and by the one-shot kernel interpreted."""
+"""The command that records sums over ranks: on a CPU by gloo, on two GPUs in every way."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from tests.helpers import CPU
 from tests.lab.measuring import measured
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Two sizes instead of all."""
-    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
-    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
-
-
 @pytest.mark.slow
 def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(
-    tmp_path, few
+    tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
+    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()
     assert all_reduce.recorded(alone) == {}

@@ -27,10 +27,6 @@ def machines(folder) -> list[Results]:
     return find_machines(FOLDER, folder)
 
 
-def pair(one: Results, other: Results) -> RecordedPair:
-    return RecordedPair(before="dense", after="paged", results=one, others=(other,))
-
-
 def test_the_reference_comes_first_and_each_machine_once_and_this_one_is_named_here(
     folder, tmp_path, monkeypatch
 ):
@@ -90,7 +86,8 @@ def test_a_record_of_another_model_or_size_is_not_compared_and_the_reason_is_giv
         (tmp_path / where / "kv_pressure.json").write_text(json.dumps(content))
     both = find_machines(FOLDER, tmp_path)
     rows, lacking = beside(both, ["W6", "W7"], lambda of, w: [of.figures("kv_pressure", w, "ratio")])
-    found = dict(pair(*both).each_machine(lambda of: of.figures("kv_pressure")))
+    pair = RecordedPair(before="dense", after="paged", results=both[0], others=(both[1],))
+    found = dict(pair.each_machine(lambda of: of.figures("kv_pressure")))
     assert len(rows) == (2 if why else 4)
     assert lacking == ([f"recorded with {why}, {NAME}"] if why else [])
     assert list(found) == ["NVIDIA H200"] + [NAME] * (not why)

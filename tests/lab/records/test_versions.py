@@ -52,26 +52,19 @@ def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> Non
 class Made:
     """A side without a process: a sample is of two runs; the new one differs as told."""
 
-    digest, tokens, blocks = "a", 8, 9000
+    tokens, blocks = 8, 9000
 
     def __init__(self, name: str, *_given: object) -> None:
         if name == versions.OLD:
-            self.digest, self.tokens, self.blocks = "a", 8, 9000
+            self.tokens, self.blocks = 8, 9000
 
     def engine(self) -> dict:
         return {"rung": "split_kv", "num_kv_blocks": self.blocks}
 
     def sample(self, seconds: float) -> dict:
-        return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": [self.digest]}
+        return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": ["a"]}
 
     def close(self) -> None: ...
-
-
-def measured(monkeypatch, **differs: object) -> dict:
-    """The figures of W1 by two sides of which the new one differs."""
-    monkeypatch.setattr(versions, "Side", type("Differing", (Made,), differs))
-    (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD"]))
-    return measure_workload(job.asked, {versions.OLD: Path(), versions.NEW: Path()}, "W1")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +76,10 @@ def measured(monkeypatch, **differs: object) -> dict:
     ids=["fewer tokens", "fewer blocks"],
 )
 def test_what_is_not_the_same_work_is_no_comparison(monkeypatch, differs, told) -> None:
+    monkeypatch.setattr(versions, "Side", type("Differing", (Made,), differs))
+    (job,) = plan(measure.parse(["versions", *GIVEN, "--old=HEAD"]))
     with pytest.raises(RoseError, match=told):
-        measured(monkeypatch, **differs)
+        measure_workload(job.asked, {versions.OLD: Path(), versions.NEW: Path()}, "W1")
 
 
 def test_the_package_of_a_commit_is_that_commits_alone() -> None:
