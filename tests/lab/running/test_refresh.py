@@ -55,6 +55,7 @@ def test_notebooks_are_executed_in_place_by_this_interpreter(tmp_path, command):
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
     assert printed(path) == f"{sys.executable} {tmp_path}\n2\n"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert [cell.metadata for cell in notebook.cells[1:]] == [{"tags": ["parameters"]}, {}, {}]
 
 
 def test_what_cannot_be_refreshed_is_told_in_one_line_with_exit_code_2(tmp_path, command, capsys):
