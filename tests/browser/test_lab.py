@@ -1,18 +1,10 @@
 """What a reader does in JupyterLab works: run all cells, move the sliders."""
 
-from pathlib import Path
-
 import pytest
-
-from rosellm.roseinfer.recipe import BEFORE
 
 pytestmark = pytest.mark.browser
 
 ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
-RECORDS = Path(__file__).parents[2] / "notebooks/results/nvidia-h200"
-HREFS = (
-    """links => links.map(a => [a.textContent, a.getAttributeNS("http://www.w3.org/1999/xlink", "href")])"""
-)
 SHOWN = "plot => JSON.stringify([plot.layout.title.text, plot.data.map(trace => trace.visible)])"
 
 
@@ -33,15 +25,6 @@ def test_every_cell_runs_without_an_error(page):
     # A folded cell shows no number; had it not run, the numbers after it would be too small.
     assert prompts.count("") == page.locator(".jp-CodeCell .jp-Placeholder-prompt").count()
     assert [(n, prompt) for n, prompt in enumerate(prompts, 1) if prompt not in ("", f"[{n}]:")] == []
-
-
-def test_a_rungs_name_in_the_ladders_chart_links_to_its_notebook(page):
-    if "00_map" not in page.url:
-        pytest.skip("only 00_map draws the ladder")
-    # Before a slider is moved: not every workload is recorded on every rung.
-    links = page.locator(".js-plotly-plot .ytick a").evaluate_all(HREFS)
-    recorded = [rung for rung in BEFORE if list(RECORDS.glob(f"W*-{rung}.json"))]  # others are not drawn
-    assert ["paged", "01_paged_attention.ipynb"] in links and len(links) >= len(recorded) > 10
 
 
 def test_every_slider_shows_another_figure_when_it_is_moved(page):

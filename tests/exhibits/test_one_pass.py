@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm.errors import OptionError
-from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import LADDER, RECIPES
@@ -91,20 +90,6 @@ def test_a_step_with_prompts_runs_the_layers_once_over_rows_and_tokens(monkeypat
     kinds = [(done.kind, done.sequences) for done in engine.step.collect()]
     assert kinds == [("decode", running), ("prefill", late[:1])]
     assert ran == [4 + 10] and [s.n_output for s in (*running, *late)] == [2, 2, 2, 1, 0]
-
-
-def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch):
-    engine, running = running_engine()
-    (late,) = greedy_sequences(engine, random_prompts([6]), 4)
-    joined, sends, replays, send = engine.step.joined, [], [], StagingBuffer.send
-    monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
-    for runs in (joined._layer_runs, joined._token_runs):
-        for key, run in list(runs.items()):
-            runs[key] = lambda key=key, run=run: (replays.append(key), run())[1]
-    engine.begin_decode(running)
-    engine.begin_prefill([late])
-    assert len(sends) == 1 and engine.late_captures == 0
-    assert replays == [(16, 32, "", False), (16, 16, "greedy")]
 
 
 @pytest.mark.parametrize("call", ["collect", "release", "last_logits", "begin_decode", "begin_prefill"])

@@ -18,16 +18,6 @@ TRAFFIC = Traffic(prompt=(10, 20), new=(20, 20))
 FLEET = plan.Fleet(4, STEADY, most=8)
 
 
-def test_traffic_has_its_lengths_its_rate_and_its_share_of_long_prompts() -> None:
-    made = Traffic((10, 20), (5, 7), (900, 1000), 0.25).requests(4000, rate=50.0)
-    long = [one for one in made if one.prompt_tokens >= 900]
-    assert len(long) == pytest.approx(1000, rel=0.1)
-    assert {one.prompt_tokens for one in made if one.prompt_tokens < 900} == set(range(10, 21))
-    assert {one.new_tokens for one in made} == {5, 6, 7}
-    assert made[-1].seconds == pytest.approx(80, rel=0.1)
-    assert all(one.seconds == 0 for one in TRAFFIC.requests(5))
-
-
 def test_running_requests_are_met_midway_and_the_longer_the_likelier() -> None:
     made = Traffic(prompt=(1, 1), new=(10, 100)).running(20_000)
     whole = [one.prompt_tokens + one.new_tokens for one in made]
@@ -35,15 +25,6 @@ def test_running_requests_are_met_midway_and_the_longer_the_likelier() -> None:
     assert np.mean(whole) - 1 == pytest.approx((lengths**2).sum() / lengths.sum(), rel=0.02)
     assert np.mean([one.new_tokens for one in made]) == pytest.approx(np.mean(whole) / 2, rel=0.03)
     assert min(one.new_tokens for one in made) >= 2 and all(one.seconds == 0 for one in made)
-
-
-@pytest.mark.parametrize("new", [(1, 4), (1, 2), (2, 2)])
-def test_running_requests_have_two_tokens_left_however_short_answers_may_be(new) -> None:
-    made = Traffic(prompt=(3, 3), new=new).running(2000)
-    assert len(made) == 2000 and {one.new_tokens for one in made} == set(range(2, new[1] + 1))
-    assert (
-        len(Traffic(new=new).running(1)) == 1 and TRAFFIC.running(0) == Traffic(new=(1, 1)).running(5) == []
-    )
 
 
 @pytest.mark.parametrize(("new", "rate"), [((1, 4), 30.0), ((1, 1), 30.0), ((20, 20), 0.01)])

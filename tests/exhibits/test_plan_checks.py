@@ -18,16 +18,6 @@ def recorded() -> list:
     return plan_checks.read_runs(find())
 
 
-def test_each_recorded_run_is_checked_and_has_a_row_with_its_errors(recorded) -> None:
-    checks = plan_checks.check(recorded)
-    assert {one.what for one in checks if one.workload == "D64"} == set(plan_checks.KINDS)
-    assert {one.what for one in checks if one.workload == "PRE"} == {"prefill", "whole run"}
-    assert plan_checks.worst(checks, "decode step") <= 0.10 and plan_checks.worst(checks, "whole run") <= 0.10
-    rows = plan_checks.run_rows(checks)
-    assert [row[:2] for row in rows] == [[run.model, run.workload] for run in recorded]
-    assert all(len(row) == len(plan_checks.RUNS) and row[-1].endswith("%") for row in rows)
-
-
 def test_a_model_that_was_not_fitted_is_planned_without_its_own_records(recorded) -> None:
     model, other, *_ = dict.fromkeys(run.model for run in recorded)
     some = [run for run in recorded if run.model in (model, other)]

@@ -17,15 +17,6 @@ Sums, read_sums = steps.Sums, steps.read_sums
 
 LLAMA = Cut(KNOWN_SHAPES["meta-llama/Llama-3.1-8B"], Ceiling(4.4e6, 7e8))
 ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0))
-ONLY_ATTENTION = Achieved((0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0, 0.0))
-
-
-def test_weights_are_read_at_the_ceiling_and_shared_by_all_rows() -> None:
-    _, one, several, *_ = LLAMA.decode(1, 0)
-    arch = LLAMA.whole
-    parameters = arch.n_layers * sum(n * k for n, k in arch.shapes.values()) + arch.vocab_size * arch.d_model
-    assert one == pytest.approx(2 * parameters / 4.4e6, rel=0.01) and several == 0
-    assert LLAMA.decode(8, 0)[1] == pytest.approx(one, rel=0.01) and LLAMA.decode(8, 0)[2] > 0
 
 
 def test_two_ranks_halve_weights_and_cache_and_sum_twice_a_layer() -> None:
@@ -51,13 +42,6 @@ TWO_KINDS = (
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(OptionError, match="tensor_parallel_size 3"):
         replace(LLAMA, ranks=3).decode(1, 0)
-
-
-def test_a_prompt_in_pieces_attends_to_as_many_tokens_as_in_one() -> None:
-    model = StepModel(LLAMA, ONLY_ATTENTION)
-    n = 4096
-    pieces = model.prefill(1, n) + model.prefill(1, n, earlier=n * n)
-    assert pieces == pytest.approx(model.prefill(1, 2 * n), rel=1e-3)
 
 
 @pytest.mark.parametrize("model, few", [("meta-llama/Llama-3.1-8B", 1), ("meta-llama/Llama-3.2-1B", 8)])

@@ -3,7 +3,7 @@
 from hypothesis import given, settings, strategies as st
 
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
+from rosellm.roseinfer.kernels.attention_plan import Variant
 
 _programs = load_exhibit("programs")
 deal, programs_of = _programs.deal, _programs.programs_of
@@ -33,10 +33,3 @@ def test_a_processor_runs_one_program_at_a_time_and_none_idles_while_one_waits(l
         until[one.processor] += one.tokens
     assert dealt.end == max(until)
     assert dealt.fair <= dealt.end <= dealt.fair + dealt.longest
-
-
-def test_a_long_row_keeps_a_whole_launch_waiting_and_pieces_end_together():
-    lengths = [137] * 7 + [960]
-    whole, cut = (deal(lengths, choose(8, 12, 960, 132), 12, 132) for choose in (whole_rows, cut_rows))
-    assert whole.longest == whole.end == 960 and whole.fair == cut.fair
-    assert cut.longest <= 32 and cut.end < 1.15 * cut.fair

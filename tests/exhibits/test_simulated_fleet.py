@@ -110,15 +110,6 @@ def test_a_host_whose_replicas_all_failed_hands_its_requests_to_another() -> Non
     assert 1 in [replica for replica, _ in assigned(router, range(4, 6))]
 
 
-def test_the_router_to_fewest_requests_ignores_their_lengths() -> None:
-    router = ROUTERS["fewest requests"]()
-    for replica in range(2):
-        router.add(replica)
-    assert assigned(router, range(1), n_new=100) == [(0, 0)]
-    router.note(0, 99)
-    assert assigned(router, range(1, 4)) == [(1, 1), (0, 2), (1, 3)]
-
-
 def test_requests_that_run_already_are_not_prefilled_again() -> None:
     running = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 2), Arrival(0.0, 10, 2)]  # the last finds no slot
     outcome = simulate_cluster([], Fleet(1, PLAIN, most=2), running=running)
@@ -135,10 +126,6 @@ def simulate(arrivals: list[Arrival], times: ServingTimes = PLAIN, rows: int = 8
 def token_times(*arrivals: tuple[float, int, int], **options) -> list[list[float]]:
     made = simulate([Arrival(*one) for one in arrivals], **options)
     return [[round(t, 6) for t in one.token_times] for one in made]
-
-
-def test_a_request_is_prefilled_when_it_comes_and_then_decodes() -> None:
-    assert token_times((2.0, 10, 3)) == [[3.0, 4.0, 5.0]]
 
 
 def test_a_request_that_finds_no_slot_waits_for_one() -> None:

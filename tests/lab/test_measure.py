@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
 from rosellm.lab.records import ablations, experiments, runs
-from rosellm.lab.records.registry import DEFAULT, EXPERIMENTS, Job, plan
-from rosellm.lab.records.sizes import SIZES
+from rosellm.lab.records.registry import Job, plan
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
-from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.roseinfer.recipe import LADDER
 from tests.lab.measuring import measured, refusal
 
@@ -126,17 +123,6 @@ def test_the_model_and_the_folder_follow_from_the_experiment_and_the_size(given,
     (job,) = plan(measure.parse([*SMALL, "--output=out", *given.split()]))
     assert (job.asked.model, job.asked.load_format) == (model, load_format)
     assert job.path.parent == Path("out") / folder
-
-
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
-def test_a_full_size_changes_no_workload(workload):
-    assert SIZES["full"].of(workload) == workload
-
-
-def test_every_experiment_of_either_size_fits_the_model_that_is_its_default():
-    for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        needed = [EXPERIMENTS[name].positions(SIZES[size]) for name in DEFAULT if name in EXPERIMENTS]
-        assert max(needed) <= shape.n_positions
 
 
 class Machines:

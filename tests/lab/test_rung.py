@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
-from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.records import RecordError, Results, results_folder
 from rosellm.lab.records.step_time import StepTimes
@@ -52,55 +51,10 @@ def test_a_sentence_is_shown_only_while_its_claims_hold(rung):
         rung.conclude("Nothing to rest on.")
 
 
-def test_a_prediction_stands_beside_the_recorded_steps(rung, capsys):
-    rung.predict(W2=1000.0)
-    assert "1,000" in capsys.readouterr().out
-    rung.outcome()
-    old, new = rung.step_us("W2")
-    said = capsys.readouterr().out
-    assert f"{old.us - new.us:,.0f}" in said
-    assert f"{min(old.range_us) - max(new.range_us):,.0f} to" in said
-    before, after = rung.whole_run_us("W2")
-    assert before == pytest.approx(64 / rung.results.value("W2", "pinned_h2d") * 1e6)
-    assert f"{before - after:,.0f}" in said and "in another session" in said
-
-
 def test_a_step_is_the_median_of_its_engines_medians():
     times = StepTimes(((1.0, 2.0, 9.0), (4.0, 4.0, 4.0), (3.0, 3.0, 50.0)))
     assert times.us == 3.0 and times.range_us == times.spread_us == (2.0, 4.0)
     assert StepTimes(((4.0, 2.0, 9.0),)).spread_us == (2.0, 9.0)
-
-
-def test_an_ablation_shows_what_lies_between_two_rungs(capsys):
-    open_rung("fused_head", device="cpu").ablation()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[2:]] == ["fused_gelu", "vocabulary padded", "fused_head"]
-
-
-@pytest.mark.parametrize(("after", "apart"), [("reused_index_buffers", True), ("cuda_graph", False)])
-def test_a_verdict_names_the_workloads_that_have_no_session_in_common(after, apart, capsys):
-    open_rung(after).verdict()
-    assert ("W0 W1 W2 W3 W4 W5: recorded in different sessions" in capsys.readouterr().out) == apart
-
-
-def test_tokens_are_compared_in_fp32_whatever_the_notebook_runs(rung, capsys):
-    rung.tokens_equal()
-    said = capsys.readouterr().out
-    assert "fp32, here: pinned_h2d and cuda_graph generate the same 3 × 8 tokens\n" in said
-    assert ("this compares the host's code only" in said) != torch.cuda.is_available()
-
-
-@pytest.mark.slow
-def test_rungs_are_compared_at_few_new_tokens_if_the_positions_have_room_to_time_them(capsys):
-    few = open_rung("resident_step", device="cpu", batch=2, prompt_lengths=[2, 9], new_tokens=1)
-    few.compare()
-    assert few.runs[0].tokens == few.runs[1].tokens
-    assert {len(row) for row in few.runs[0].tokens} == {1}
-    full = open_rung("paged", device="cpu", batch=2, prompt_lengths=[510], new_tokens=2)
-    full.tokens_equal()
-    assert "dense and paged generate the same " in capsys.readouterr().out
-    with pytest.raises(ParameterError, match="512 positions have no room"):
-        full.compare()
 
 
 def test_missing_and_disturbed_ledgers_are_refused_and_not_drawn(rung, tmp_path, monkeypatch):
@@ -118,28 +72,6 @@ def test_missing_and_disturbed_ledgers_are_refused_and_not_drawn(rung, tmp_path,
     assert "disturbed every recorded ledger" in shown[0]
     with pytest.raises(RecordError, match="disturbed the ledger of cuda_graph at batch 8"):
         disturbed.ledger(8)
-
-
-@pytest.mark.parametrize(
-    ("facts", "busy_us", "rows"),
-    [({}, 99_999.0, 3), ({"model": "rose-tiny"}, 99_999.0, 0), ({}, 1e9, 0)],
-    ids=["alike", "another model", "disturbed"],
-)
-def test_ledgers_of_mixed_lengths_are_shown_of_machines_that_have_like_ones(
-    rung, tmp_path, capsys, facts, busy_us, rows
-):
-    steps = rung.mixed_ledgers()
-    assert list(steps) == ["W8", "W9", "W10"] and {one.batch for one in steps.values()} == {256}
-    assert f"{steps['W9'].step_us:,.0f}" in capsys.readouterr().out
-    record = json.loads((results_folder() / MIXED_LEDGERS / "ledger_w8.json").read_text()) | facts
-    record["environment"]["device_name"] = "My GPU"
-    for figures in record["figures"].values():
-        figures |= {"step_us": 99_999.0, "busy_us": busy_us}
-    (tmp_path / "my-gpu").mkdir()
-    (tmp_path / "my-gpu" / "ledger_w8.json").write_text(json.dumps(record))
-    assert replace(rung, others=(Results(tmp_path / "my-gpu"),)).mixed_ledgers() == steps
-    shown = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if "99,999" in line]
-    assert shown == [f"{w}, My GPU" for w in steps][:rows]
 
 
 def test_an_exercise_waits_is_right_or_is_not_yet(capsys):

@@ -9,21 +9,19 @@ import torch
 from torch import nn
 
 from rosellm import LLM
-from rosellm.errors import DeviceError, PromptError
+from rosellm.errors import PromptError
 from rosellm.lab.diagnose import diagnosis, trials
-from rosellm.lab.diagnose.ceilings import find_ceilings
 from rosellm.lab.diagnose.diagnosis import MOST_CHARACTERS, Diagnosis, diagnose, steps_of
 from rosellm.lab.diagnose.steps import (
     EngineSteps,
     Loop,
     SubjectError,
     TransformersSteps,
-    load_transformers,
     multiplied_parameters,
 )
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
-from tests.helpers import FAMILIES, random_model, random_prompts, small_config, small_engine, uncached_logits
+from tests.helpers import FAMILIES, random_model, small_config, small_engine
 from tests.lab.diagnose.planted import WORK, profile, shares
 
 
@@ -55,26 +53,6 @@ def test_keys_and_values_outside_a_sliding_window_are_not_read_here():
     for context, attended in ((3, 3), (5, 5), (30, 5)):
         work = EngineSteps(random_model(0, arch), None, 2, context).work
         assert work.kv_bytes == 2 * attended * arch.kv_bytes_per_token(4) and work.context == context
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "window", "attended"),
-    [
-        ("Mistral", {"sliding_window": 5}, 3 * 5),
-        ("Mistral", {"sliding_window": 50}, 3 * 30),
-        ("Mistral", {"sliding_window": None}, 3 * 30),
-        ("Qwen2", {"sliding_window": 5}, 3 * 30),  # which it does not use
-        ("Qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, 30 + 2 * 5),
-    ],
-)
-def test_keys_and_values_outside_a_sliding_window_are_not_read_in_transformers(name, window, attended):
-    import transformers
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    made = getattr(transformers, f"{name}Config")(vocab_size=50, intermediate_size=16, **sizes, **window)
-    work = TransformersSteps(transformers.AutoModelForCausalLM.from_config(made), 2, 30).work
-    assert work.kv_bytes == 2 * attended * 2 * 2 * 4 * 4
 
 
 @pytest.mark.slow
@@ -126,12 +104,6 @@ def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
     assert steps.name == "a recipe of your own"
 
 
-def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
-    text = " ".join(str(Diagnosis(profile(stretched=1.6), (), (), (), "a CPU")).split())
-    assert "No rule reaches its threshold." in text and "in 0 % nothing runs" in text
-    assert "planted: batch 8, 256 tokens cached a sequence, float16, on a CPU." in text
-
-
 @pytest.mark.parametrize(("kind", "n"), [(EngineSteps, 4), (TransformersSteps, 5), (Loop, 3)])
 def test_what_is_not_determined_has_a_next_step(kind, n):
     planted = profile(stretched=1.6, work=replace(WORK, kv_bytes=None), rows=shares(0.9))
@@ -163,22 +135,3 @@ def test_tables_of_which_a_row_a_token_is_read_are_no_work_but_a_tied_head_is():
     untied = multiplied_parameters(model)
     model["head"].weight = model["tokens"].weight
     assert multiplied_parameters(model) == untied == (40, 1)
-
-
-def test_random_weights_are_the_same_in_transformers():
-    ours, _ = load_parts("rose-tiny", "cpu", load_format="dummy")
-    model = load_transformers("rose-tiny", "dummy", ours)
-    [prompt] = random_prompts([12])
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(logits, uncached_logits(ours, prompt), atol=1e-4, rtol=1e-4)
-
-
-def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch):
-    def full(device, dtype):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr("rosellm.lab.diagnose.ceilings.measure_ceilings", full)
-    monkeypatch.setattr(torch, "zeros", lambda n, device: torch.ones(n))
-    with pytest.raises(DeviceError, match="less than 2.5 GiB of free memory"):
-        find_ceilings(torch.device("cuda"), torch.float16, 1e6)

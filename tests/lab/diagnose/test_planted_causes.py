@@ -9,8 +9,7 @@ from torch import nn
 
 from rosellm.errors import RecipeError
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose
-from rosellm.lab.diagnose.profile import profile_of
-from rosellm.lab.diagnose.steps import EngineSteps, Loop
+from rosellm.lab.diagnose.steps import Loop
 from rosellm.lab.diagnose.trials import try_all, try_in_turns
 from tests.helpers import random_model, random_prompts, uncached_logits
 
@@ -144,20 +143,3 @@ def test_what_cannot_be_tried_is_told_and_the_others_are_tried():
         "none": "it cannot run",
         "large": "does not fit into the memory left; take a smaller batch or context",
     }
-
-
-def test_an_engine_s_steps_start_anew_for_every_run():
-    steps, lengths = EngineSteps(random_model(0), "split_kv", 2, 20), set()
-    for _ in range(2):
-        steps.prepare()
-        steps.run(4)
-        lengths |= {len(s.tokens) for s in steps.bench.sequences}
-    assert len(lengths) == 1
-
-
-@pytest.mark.slow
-def test_the_steps_profiled_are_those_that_are_timed():
-    profile = profile_of(loop(sleeping))
-    assert sum(row.us for row in profile.rows) == pytest.approx(profile.step_us)
-    assert sum(row.share for row in profile.rows) == pytest.approx(1)
-    assert profile.floor_us == max(profile.read_us, profile.compute_us) > 0

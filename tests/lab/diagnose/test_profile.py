@@ -35,13 +35,3 @@ def test_on_a_gpu_copies_are_the_kernels_that_copying_operators_launched():
     assert share_of(copies, trace, step_us=100.0) == pytest.approx(0.2)
     graph = [kernel(f"k{i}", 20 + 2 * i, 2, launched=10) for i in range(9)]
     assert calls_in(trace) == 6 and calls_in(Trace([*steps(1), *graph])) == 1  # a graph is one launch
-
-
-def test_on_a_cpu_the_median_step_counts_so_that_one_disturbed_step_does_not():
-    ops = [on_host("aten::cat", t, t + length) for t, length in ((10, 9), (110, 80), (210, 9))]
-    ops += [on_host("aten::stack", 30, 33), on_host("aten::mm", 230, 250)]
-    trace = Trace(steps(3) + ops)
-    copies, most = copies_of(trace)
-    assert len(copies) == 4 and most == "cat" and calls_in(trace) == 5
-    assert share_of(copies, trace) == pytest.approx(12 / 90)
-    assert copies_of(Trace(steps(1))) == ([], "")

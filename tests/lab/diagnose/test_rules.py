@@ -76,13 +76,6 @@ def test_a_sentence_tells_the_figures_that_it_comes_from():
         assert finding.share == pytest.approx(share) and all(one in finding.sentence for one in told)
 
 
-def test_only_wide_weights_are_advised_to_become_16_bit():
-    [narrow], [wide] = (findings(profile(work=replace(WORK, dtype=dtype), **reads(400)))
-                        for dtype in (torch.float16, torch.float32))  # fmt: skip
-    assert "16-bit weights" in wide.sentence and "16-bit" not in narrow.sentence
-    assert "reads 51 %" in wide.sentence and wide.bound is None
-
-
 def test_the_cause_that_takes_most_comes_first():
     assert causes(False, rows=shares(0.6), copied_share=0.2, calls=260.0) == ["calls", "Python", "copies"]
 

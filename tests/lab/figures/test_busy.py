@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 import pytest
 
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS
 from rosellm.lab.records.records import find, number, results_folder
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
@@ -32,16 +31,6 @@ def test_every_rung_up_to_the_best_is_drawn_and_told_with_its_recorded_step_and_
     assert told == {rung: number(recorded[rung].busy_us) for rung in shown}
     exceeds = any(recorded[rung].busy_us > recorded[rung].step_us for rung in shown)
     assert (rows[-1] == busy.LONGER) == (busy.LONGER in chart.layout.xaxis.title.text) == exceeds
-
-
-def test_a_rung_stands_in_the_act_of_its_notebook_and_act_one_ends_where_the_gpu_runs_on_its_own():
-    steps = busy.steps_of(find(), 64)
-    acts = {number: act.name for act in ACTS for number in act.numbers}
-    assert [step.act for step in steps[1:]] == [acts[NOTEBOOKS[step.rung][:2]] for step in steps[1:]]
-    first, second = ([step for step in steps if step.act.startswith(act)] for act in ("Act I:", "Act II:"))
-    assert len(first) + len(second) == len(steps) and steps[0] in first
-    assert (first[-1].rung, second[0].rung) == ("resident_step", "packed_prefill")
-    assert min(step.share for step in (first[-1], *second)) > 0.9 > max(step.share for step in first[:-1])
 
 
 @pytest.mark.parametrize("name", busy.INKS)

@@ -64,16 +64,6 @@ def test_show_displays_one_bundle_whose_text_is_the_table_given(monkeypatch):
     assert first[PLOTLY]["data"][0]["x"] == [0.16667], "floats have five digits"
 
 
-def test_a_table_aligns_texts_left_and_numbers_right():
-    table = text_table(["rung", "tok/s", "equal"], [["dense", 9876.543, True], ["no_mask", 12, None]])
-    assert table.splitlines() == [
-        "rung     tok/s  equal",
-        "───────  ─────  ─────",
-        "dense    9,877  yes",
-        "no_mask     12  –",
-    ]
-
-
 def test_a_table_in_html_has_the_alignment_of_the_text_and_figures_with_a_unit_stand_to_the_right():
     table = charts.Table(["rung", "gain", "field"], [["a<b", "+49.6 % ~", "x"], ["c", "–", "y"]], ["note"])
     sides = re.findall(r'<t[hd] style="text-align: (\w+)">', table._repr_html_())
@@ -87,30 +77,6 @@ def test_what_cannot_be_drawn_is_refused():
         step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True)
     with pytest.raises(ChartError, match="a row of 1 cells does not fit 2 headers"):
         text_table(["a", "b"], [["x"]])
-
-
-CHANGES = [(12, 1, "÷ 12"), (1, 2.72, "× 2.72"), (310, 298, "−3.9 %")]
-CHANGES += [(5, 5, "same"), (5, 0, "none"), (0, 5, "new")]
-
-
-@pytest.mark.parametrize("before, after, told", CHANGES)
-def test_a_change_is_told_as_a_reader_would(before, after, told):
-    chart = before_after(["x"], [before], [after], ["ms"], NAMES, title="t")
-    assert chart.data[1].text[0].endswith(f"<b>{told}</b>")
-    assert chart.table.splitlines()[-1].endswith(told)
-
-
-def test_each_pair_has_its_own_scale():
-    chart = before_after(["copies", "step"], [12, 8.0], [6, 4.0], ["", "ms"], NAMES, title="t")
-    assert chart.data[0].x == (1, 1) and chart.data[1].x == (0.5, 0.5)
-    assert chart.data[0].text == ("12", "8.00 ms") and not chart.layout.xaxis.visible
-
-
-def test_floors_are_dashed_and_every_line_is_named():
-    chart = charts_of_every_kind()["step_lines"]
-    dashes = {line.name: line.line.dash for line in chart.data}
-    assert dashes == {"dense": None, "paged": None, "bytes floor": "dash"}
-    assert chart.data[2].y == (0.06,) * 3 and chart.layout.showlegend
 
 
 def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together():

@@ -1,14 +1,12 @@
 """The ladder's chart and its links."""
 
-import math
-
 import pytest
 
 from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.records.notebooks import notebooks_of
 from rosellm.lab.records.records import number
-from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
+from rosellm.roseinfer.recipe import LADDER
 
 VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
 
@@ -36,27 +34,6 @@ def test_a_column_for_the_speed_and_one_for_the_share_of_the_floor():
     assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 2
     assert "2.00" in chart.table.splitlines()[2]
     assert chart.table.splitlines()[-2].split()[:2] == ["bytes", "floor"]
-
-
-def test_rivals_and_floor_are_lines_through_all_rungs_and_no_line_crosses_a_name():
-    others = {"slow": 500.0, "fast": 9000.0, "middle": 2000.0}
-    chart = ladder_chart(VALUES, "tok/s", others, 90_000.0, title="t")
-    lines = sorted(chart.layout.shapes, key=lambda line: line.x0)
-    assert [line.x0 for line in lines] == [500, 2000, 9000, 90_000]
-    assert all(line.y1 > len(LADDER) - 1 for line in lines)
-    assert [line.y0 for line in lines] == sorted(line.y0 for line in lines)  # higher up, the farther left
-    names = [n.text for n in chart.layout.annotations if n.x in map(math.log10, others.values())]
-    assert sorted(names) == ["fast 9.00k", "middle 2.00k", "slow 500"]
-
-
-def test_side_branches_are_hollow_and_their_shares_hatched():
-    dots, _, bars = ladder_chart(VALUES, "tok/s", floor=50_000.0, title="t").data
-    hollow = [
-        rung for rung, symbol in zip(LADDER, dots.marker.symbol, strict=True) if symbol == "circle-open"
-    ]
-    hatched = [rung for rung, shape in zip(LADDER, bars.marker.pattern.shape, strict=True) if shape == "/"]
-    assert hollow == hatched == [rung for rung in LADDER if rung in SIDE_BRANCHES]
-    assert {"autotune", "persistent_kernel"} <= set(hollow)
 
 
 @pytest.mark.parametrize("values", [{"dense": None}, {"dense": 0.0}, {"dense": -1.0}])

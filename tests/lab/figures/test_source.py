@@ -4,18 +4,9 @@ import functools
 
 import pytest
 
-from rosellm.lab.figures import source
-from rosellm.lab.figures.source import SourceError, show_pair, show_source, source_of
-from rosellm.ladder.dense import Dense, dense_mask
+from rosellm.lab.figures.source import SourceError, source_of
 from rosellm.roseinfer import kv_append_triton
 from rosellm.rosetrainer import paged_attention
-
-
-@pytest.fixture
-def shown(monkeypatch) -> list[str]:
-    texts: list[str] = []
-    monkeypatch.setattr(source, "display", lambda markdown: texts.append(markdown.data))
-    return texts
 
 
 class Outer:
@@ -32,55 +23,6 @@ class Outer:
 
     def plain(self) -> int:
         return 1
-
-
-def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
-    show_source(dense_mask)
-    (text,) = shown
-    heading, fence, code = text.split("\n")[:3]
-    assert (heading, fence) == ("`dense_mask` · `rosellm/ladder/dense.py`", "```python")
-    assert code.startswith("def dense_mask(") and text.endswith("```")
-
-
-def before(x: int) -> int:
-    doubled = 2 * x
-
-    return doubled
-
-
-def after(x: int) -> int:
-    doubled = 2 * x
-
-    return doubled + 1
-
-
-def test_a_pair_is_one_block_that_marks_exactly_the_lines_that_differ(shown):
-    show_pair(before, after)
-    (text,) = shown
-    heading, fence, *lines, end = text.splitlines()
-    assert heading.startswith("`before` · ") and " → `after` · " in heading
-    assert (fence, end) == ("```diff", "```")
-    assert lines == [
-        "- def before(x: int) -> int:",
-        "+ def after(x: int) -> int:",
-        "      doubled = 2 * x",
-        "",
-        "-     return doubled",
-        "+     return doubled + 1",
-    ]
-
-
-def test_sources_that_share_little_stand_one_below_the_other(shown):
-    show_pair(before, dense_mask)
-    (text,) = shown
-    assert text.count("```python") == 2 and "```diff" not in text
-
-
-def test_a_method_is_found_behind_its_decorators_and_not_indented(shown):
-    show_source(Dense.decode)
-    assert shown[0].splitlines()[0] == "`Dense.decode` · `rosellm/ladder/dense.py`"
-    assert shown[0].splitlines()[2:4][0] == "@torch.inference_mode()"
-    assert "\ndef decode(" in shown[0]
 
 
 def test_only_the_members_named_are_shown_in_the_order_named():

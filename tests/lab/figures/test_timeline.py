@@ -8,7 +8,6 @@ import torch
 from torch.profiler import record_function
 
 from rosellm.lab.figures.charts import PLOTLY, Chart, ChartError, bundle
-from rosellm.lab.figures.palette import STYLES
 from rosellm.lab.figures.timeline import MAX_RECTANGLES, timeline
 from rosellm.lab.records.records import find
 from rosellm.lab.records.trace import Event, Trace, record_trace
@@ -63,24 +62,6 @@ def test_a_small_step_is_drawn_event_by_event_and_each_trace_begins_at_zero():
     for y, n in zip(kernels, (9, 6), strict=True):
         starts = [start for lane, start, _, _ in found if lane == y]
         assert starts == pytest.approx([10 + 2.5 * i for i in range(n)])
-
-
-def test_ranges_lie_in_a_lane_for_each_depth():
-    chart = drawn(gpu_step(9), gpu_step(9))
-    by_lane = {}
-    for y, _, _, label in rectangles(chart):
-        by_lane.setdefault(y, []).append(label)
-    assert [by_lane[y] for y in (1, 2, 3)] == [["the step"], ["reserve", "model"], ["kv_append"]]
-    assert by_lane[4] == ["synchronisation"] and by_lane[6] == ["copies"]
-
-
-def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
-    chart = drawn(gpu_step(9, gap=0), gpu_step(9, gap=2))
-    colours = {bar.name: bar.marker.color for bar in chart.data}
-    assert {"attention", "norm", "copies", "the step"} < set(colours)
-    assert all(colour == STYLES[role][0] for role, colour in colours.items())
-    told = [lane for lane in lanes(chart).values() if lane.startswith("GPU kernels")]
-    assert told == [f"GPU kernels, {18 / 38:.0%} busy", f"GPU kernels, {18 / 56:.0%} busy"]
 
 
 @pytest.mark.parametrize("n_kernels", [400, 2_000])

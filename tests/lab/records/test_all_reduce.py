@@ -1,11 +1,8 @@
-"""The command that records sums over ranks: on a CPU by gloo, and by the one-shot kernel interpreted."""
+"""The command that records sums over ranks: on a CPU by gloo, on two GPUs in every way."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 
 import pytest
 import torch
@@ -16,20 +13,14 @@ from rosellm.lab.records.records import Results
 from rosellm.models.part import Part
 from tests.helpers import CPU
 from tests.lab.measuring import measured
-from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Two sizes instead of all."""
-    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
-    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
 
 
 @pytest.mark.slow
 def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_single_devices(
-    tmp_path, few
+    tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(all_reduce, "SIZES_KB", (8,))
+    monkeypatch.setitem(all_reduce.PREFILL_KB, "cpu", 32)
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()
     assert all_reduce.recorded(alone) == {}
@@ -43,14 +34,6 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values_beside_the_singl
         assert all(len(one["raw"]) == 2 and 0 < min(one["raw"]) <= one["median"] for one in times.values())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, few) -> None:
-    options = "--repeats=2", "--ranks=3", "--all-reduce=one_shot"
-    figures = measured(tmp_path, "all_reduce", *options)["figures"]
-    assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
-
-
 def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
     class Deaf:
         def summed(self, x):
@@ -60,23 +43,6 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
     assert none.times(8, repeats=1)["median"] > 0
     with pytest.raises(all_reduce.RoseError, match="all_reduce=library of 8192 bytes gives 2, not 6"):
         library.times(8, repeats=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how, after_s",
-    [(signal.SIGINT, 0.3), (signal.SIGINT, 4.0), (signal.SIGKILL, 0.3)],
-    ids=["interrupted-while-ranks-load", "interrupted-while-they-measure", "killed-while-ranks-load"],
-)
-def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
-    endless = ("--device=cpu", "--repeats=1000000", f"--output={tmp_path}")
-    with program("-m", "rosellm.lab.measure", "all_reduce", *endless) as process:
-        ranks = spawned_by(process, 2)
-        time.sleep(after_s)
-        os.kill(process.pid, how)
-        seconds_until(lambda: have_ended([process.pid, *ranks]), LOADED_WITHIN_S)
-        if how == signal.SIGINT:
-            assert process.stderr.read().endswith("error: interrupted\n")
 
 
 @pytest.mark.gpu

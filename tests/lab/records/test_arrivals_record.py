@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rosellm.bench.arrivals import poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
-from rosellm.bench.workloads import WORKLOADS, Workload
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.sizes import Size
-from rosellm.models.loading import load_parts
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.measuring import measured
 
 simulated_run = load_exhibit("simulated_fleet").simulated_run
 LONG = "long_prompt", "long_prompt_joined"
-
-
-def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
-    options = arrivals.streaming_options(WORKLOADS["W8"], 50, 20.0)
-    made = arrivals.arrivals_of(options)
-    assert [one.seconds for one in made] == poisson_times(20.0, 50, seed=0)
-    assert all(16 <= one.prompt_tokens <= 512 and 16 <= one.new_tokens <= 512 for one in made)
-    assert len({one.prompt_tokens for one in made}) > 30 and len({one.new_tokens for one in made}) > 30
-    at_once = arrivals.arrivals_of(arrivals.streaming_options(WORKLOADS["W8"], 50))
-    assert [one._replace(seconds=0.0) for one in made] == at_once
 
 
 @pytest.mark.slow
@@ -63,29 +50,9 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
         assert record["recipe"]["exhibit"] == exhibit
 
 
-def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
-    asked = BENCHMARK.parse_options(arrivals.long_prompt_options())
-    assert asked.prompt_tokens == 16_000 and asked.num_requests == 33 and asked.max_batch_size == 33
-    assert asked.num_kv_blocks * asked.block_size >= 16_000 + 1 + 32 * (64 + 256)
-
-
 @pytest.mark.parametrize("chunks", [(512,), (512, 128), (96, 32)])
 def test_running_requests_have_a_token_for_every_chunk_of_the_long_prompt(chunks: tuple[int, ...]) -> None:
     asked = BENCHMARK.parse_options(arrivals.long_prompt_options(chunks=chunks))
     running = [tokens for _, prompt, tokens in asked.trace if prompt != 16_000]
     assert min(running) >= 256 + 16_000 / min(chunks)
     assert (asked.prefill_chunk, *(asked.long_prompt_chunks or ())) == chunks
-
-
-@pytest.mark.slow
-def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
-    """Its throughput, which waiting for requests and steps both make; the machine may be busy."""
-    workload = Size(rows=4, requests=4, new_tokens=16, prompt=48).of(WORKLOADS["W8"])
-    gpt, tokenizer = load_parts("rose-tiny", "cpu")
-    engine = arrivals.streaming_engine(gpt, tokenizer, arrivals.streaming_options(workload, 4))
-    options = arrivals.streaming_options(workload, 24)
-    live, steps = arrivals.watched_run(engine, options, (float("inf"), 60.0))
-    assert sum(one.rows for one in steps if one.kind == "decode") == live["completion_tokens"] - 24
-    times = arrivals.times_of(engine, steps)
-    made = simulated_run(arrivals.arrivals_of(options), times, 4)
-    assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)

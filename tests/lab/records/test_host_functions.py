@@ -1,7 +1,6 @@
 """Host time by function: nothing is lost, and time belongs to the function that spends it."""
 
 import cProfile
-from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -41,9 +40,3 @@ def test_what_is_not_named_is_summed_up_in_the_last_row():
     most = host_functions(lambda: [outer() for _ in range(2)], steps=2, most=1)
     assert [f.name for f in most] == [every[0].name, f"{len(every) - 1} other functions"]
     assert sum(f.us for f in most) == pytest.approx(sum(f.us for f in every))
-
-
-def test_what_has_one_name_is_one_row_and_code_without_a_file_is_told_as_generated():
-    one, other = (namedtuple(name, "x y") for name in ("One", "Other"))
-    functions = host_functions(lambda: [one(1, 2), other(3, 4)], steps=1)
-    assert [f.calls for f in functions if f.name == "`generated.<lambda>`"] == [2]

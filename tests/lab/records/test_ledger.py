@@ -15,7 +15,6 @@ from rosellm.lab.records.account import LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
-from rosellm.lab.records.recordings import ledger_at
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace, read_trace
@@ -251,17 +250,6 @@ def test_a_ledger_survives_its_record_and_a_disturbed_one_says_so():
     assert disturbed.is_disturbed and "compare nothing" in disturbed.cross_check
 
 
-def test_the_table_lists_every_row_and_what_the_profiler_adds_and_floors_if_there_are_any():
-    ledger = ledger_of(ROWS)
-    table = repr(ledger).splitlines()
-    assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 | 30.0 |" and len(table) == 2 + len(ROWS) + 3
-    assert "takes 75.0 % of the step, other work 0.0 %; in 25.0 % nothing runs" in table[-1]
-    assert "The profiled step took 200 µs (+100.0 %)" in table[-1]
-    bare = replace(ledger, rows=tuple(replace(row, floor_us=None) for row in ROWS))
-    table = repr(bare).splitlines()
-    assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 |" and {row.count("|") for row in table[:-2]} == {5}
-
-
 def test_a_floor_is_set_by_bytes_or_by_operations_whichever_take_longer():
     results, shape = find(), KNOWN_SHAPES["gpt2"]
     bytes_per_us = max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
@@ -277,11 +265,6 @@ def test_what_is_timed_as_reading_reads_all_of_it(device):
     source = torch.randint(-1000, 1000, (3, BLOCK), dtype=torch.int32, device=device)
     sums = sum_blocks(source.flatten(), torch.full((3,), 7, dtype=torch.int32, device=device))
     assert torch.equal(sums, source.sum(1, dtype=torch.int32))
-
-
-def test_a_prefill_of_one_token_has_the_floor_of_a_step_without_cached_ones():
-    shape, ceiling = KNOWN_SHAPES["Qwen/Qwen3-0.6B"], Ceiling(4e6, 7e8)
-    assert prefill_floors_us(shape, 8, 1, 2, ceiling) == floors_us(shape, 8, 0, 2, ceiling)
 
 
 def test_a_prefills_tokens_attend_to_those_before_them_and_the_last_ones_pass_the_head():
@@ -311,22 +294,6 @@ def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     assert ledger.floor_us is None and not ledger.on_gpu and ledger.profiled_us > 0
     assert any(".forward" in f.name or "_ref" in f.name for f in ledger.functions)
     assert 0.2 * ledger.step_us < sum(function.us for function in ledger.functions)
-
-
-def test_the_context_is_that_of_the_profiled_steps(tiny):
-    bench = Bench(tiny, "paged", make_prompts(2, [10, 20], tiny.config.vocab_size), tokens_needed(2) + 1)
-    ledger = step_ledger(bench, steps=2)
-    later = 2 * (2 + 1)  # unprofiled steps, and those whose functions are timed
-    cached = (
-        sum(s.num_cached_tokens for s in bench.sequences) / 2 - later
-    )  # after the one that ends the second
-    assert ledger.context == (cached - 3 + cached - 2) / 2
-
-
-@pytest.mark.slow
-def test_a_recorded_ledger_is_taken_at_about_the_context_asked_for(tiny):
-    figures = ledger_at(tiny, "one_table", batch=2, context=60, steps=2)
-    assert Ledger.from_dict(figures).name == "one_table" and figures["context"] == pytest.approx(60, abs=4)
 
 
 def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from rosellm.errors import OptionError, RecipeError
 from rosellm.lab.records import lengths, step_time
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.lengths import attention_kernels, contexts_of, launched, length_steps
+from rosellm.lab.records.lengths import contexts_of, launched, length_steps
 from rosellm.roseinfer.kernels.attention_plan import Variant
-from tests.helpers import CPU, MODERN, TRITON_DEVICES, random_model, small_config
+from tests.helpers import MODERN, TRITON_DEVICES, random_model, small_config
 
 CUT = Variant(16, 3)
 
@@ -35,29 +32,6 @@ def test_contexts_have_one_sum_and_every_row_a_token(batch, mean):
 def test_a_mean_without_a_share_for_each_row_is_refused():
     with pytest.raises(OptionError, match="mean is 3; give 4 or more"):
         contexts_of(8, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_an_engine_cuts_its_rows_as_it_is_asked_to_and_gives_the_same_tokens(device):
-    model = random_model(5).to(device)
-    plans = []
-    kernels = attention_kernels(model.device)
-
-    def planned(*arguments):
-        plans.append(kernels.plan_attention(*arguments))
-        return plans[-1]
-
-    noted = replace(kernels, plan_attention=planned)
-    prompts, tokens = make_prompts(2, [3, 40], model.config.vocab_size), []
-    for variant in (Variant(16), CUT):
-        prepare = launched(lambda *shape, chosen=variant: chosen)
-        bench = Bench(model, "split_kv", prompts, 4, kernels=noted, prepare=prepare)
-        bench.decode(3)
-        tokens.append(bench.tokens)
-        assert plans and {plan.variant for plan in plans} == {variant}
-        plans.clear()
-    assert tokens[0] == tokens[1]
 
 
 def test_an_engine_without_variants_of_attention_says_so():
@@ -93,10 +67,3 @@ def test_steps_of_every_share_are_timed_whole_and_cut_and_read_back(shape, devic
     read = step_time.step_times(step_time.figures_of(3, 8, steps)["turns_us"])
     assert list(read) == names
     assert read["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU all kernels are Triton's")
-def test_without_a_gpu_only_attention_is_interpreted():
-    kernels = attention_kernels(CPU)
-    assert kernels.append_and_attend is not lengths.TORCH.append_and_attend
-    assert kernels.embed is lengths.TORCH.embed

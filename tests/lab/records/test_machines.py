@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rosellm.lab.figures.ladder import ladder_chart, values_beside
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records import first_request, machines as machines_module
+from rosellm.lab.records import machines as machines_module
 from rosellm.lab.records.machines import HERE, beside, check_same_size, find_machines, name_of, names_of
-from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
-from rosellm.lab.rung import open_rung
+from rosellm.lab.records.records import REFERENCE, RecordError, Results, results_folder
 from tests.lab.made_up_machine import FOLDER, LACKING, NAME, add_made_up_machine
 
 
@@ -27,10 +25,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def machines(folder) -> list[Results]:
     return find_machines(FOLDER, folder)
-
-
-def pair(one: Results, other: Results, after: str = "paged") -> RecordedPair:
-    return RecordedPair(before="dense", after=after, results=one, others=(other,))
 
 
 def test_the_reference_comes_first_and_each_machine_once_and_this_one_is_named_here(
@@ -92,7 +86,8 @@ def test_a_record_of_another_model_or_size_is_not_compared_and_the_reason_is_giv
         (tmp_path / where / "kv_pressure.json").write_text(json.dumps(content))
     both = find_machines(FOLDER, tmp_path)
     rows, lacking = beside(both, ["W6", "W7"], lambda of, w: [of.figures("kv_pressure", w, "ratio")])
-    found = dict(pair(*both).each_machine(lambda of: of.figures("kv_pressure")))
+    pair = RecordedPair(before="dense", after="paged", results=both[0], others=(both[1],))
+    found = dict(pair.each_machine(lambda of: of.figures("kv_pressure")))
     assert len(rows) == (2 if why else 4)
     assert lacking == ([f"recorded with {why}, {NAME}"] if why else [])
     assert list(found) == ["NVIDIA H200"] + [NAME] * (not why)
@@ -128,48 +123,3 @@ def test_a_run_of_another_workload_or_engine_is_no_rungs(machines, tmp_path):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "W1-dense.json").write_text(json.dumps(machines[0].load("W1-dense") | facts))
         assert Results(tmp_path / str(i)).rungs("W1") == found
-
-
-def test_a_rungs_tables_and_chart_show_the_machine_beside_the_reference(machines, capsys, monkeypatch):
-    shown = []
-    monkeypatch.setattr("rosellm.lab.recorded.show", shown.append)
-    rung = open_rung("fused_head", device="cpu", batch=2, prompt_lengths=[2], new_tokens=4)
-    rung.others = (machines[1],)
-    rung.predict(W1=100.0, W3=100.0)
-    rung.outcome()
-    rung.verdict()
-    rung.ablation()
-    said = capsys.readouterr().out
-    old, new = rung.step_us("W1", machines[1])
-    assert old.us == 2 * rung.step_us("W1")[0].us
-    assert said.count(f"W1, {NAME} ") == 3 and number(old.us - new.us) in said
-    assert said.count(f"no such record, {NAME}: {LACKING}\n") == 3
-    assert f"no such record, {NAME}\n" in said  # of ablations
-    rung.recorded()
-    (chart,) = shown
-    assert f"NVIDIA H200 and {NAME}" in chart.layout.title.text
-    assert chart.data[0].hovertext[-1].startswith("W5: ")
-    assert f"W2, {NAME}" in chart.table and f"{LACKING}, {NAME}" not in chart.table
-
-
-def test_each_machine_with_a_record_is_named_and_one_without_is_listed(machines, capsys, monkeypatch):
-    nb = pair(*machines, after="cuda_graph")
-    both = dict(nb.each_machine(lambda one: one.value("W1", "dense")))
-    assert list(both) == ["NVIDIA H200", NAME] and capsys.readouterr().out == ""
-    for read in (first_request.recorded, lambda one: one.value("W3", "dense")):
-        assert list(dict(nb.each_machine(read))) == ["NVIDIA H200"]
-        assert capsys.readouterr().out == f"no such record, {NAME}\n"
-    with pytest.raises(RecordError):
-        list(nb.each_machine(lambda one: one.figures("nothing")))
-    monkeypatch.setattr("rosellm.lab.recorded.explore", lambda draw, **controls: None)
-    nb.waterfall()
-    assert capsys.readouterr().out == f"no such record, {NAME}\n"
-
-
-def test_the_ladder_has_a_dot_for_each_of_a_machines_values_and_names_it(machines):
-    values = values_beside(machines[1:], "W1")
-    chart = ladder_chart(machines[0].values("W1"), "tok/s", title="t", beside=values)
-    dots = [trace for trace in chart.data if trace.mode == "markers" and NAME in trace.hovertemplate]
-    assert [list(trace.x) for trace in dots] == [list(values[NAME].values())]
-    lacking = ladder_chart({"dense": 1.0}, "tok/s", title="t", beside=values_beside(machines[1:], LACKING))
-    assert f"{NAME}: no record" in [note.text for note in lacking.layout.annotations]

@@ -10,8 +10,7 @@ from rosellm.lab import measure
 from rosellm.lab.records import model_ledgers, recordings
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.ledger import Ledger, step_ledger
-from rosellm.lab.records.model_ledgers import Prefills, workload_ledger
-from rosellm.lab.records.step_time import step_shape
+from rosellm.lab.records.model_ledgers import workload_ledger
 
 MODEL = "rose-tiny-qwen3"
 SHORT = {
@@ -23,11 +22,6 @@ SHORT = {
 @pytest.fixture(scope="module")
 def tiny():
     return get_model(MODEL, "cpu")
-
-
-def test_mid_run_has_the_prompt_and_half_of_the_new_tokens_cached():
-    shapes = {name: step_shape(MODEL_WORKLOADS[name]) for name in ("D1", "D8", "L32K")}
-    assert shapes == {"D1": (1, 256), "D8": (8, 191), "L32K": (1, 32127)}
 
 
 @pytest.mark.slow
@@ -42,14 +36,6 @@ def test_a_ledger_is_of_a_mid_run_step_or_of_one_iterations_prompts_with_rows_ad
     assert (ledger.batch, ledger.context, ledger.steps) == pytest.approx(shape, abs=1)
     assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
     assert {"GEMM", "attention", "norm"} <= {row.cause for row in ledger.rows}
-
-
-def test_each_prefill_is_seen_to_end_once_and_leaves_no_block_behind(tiny):
-    prefills = Prefills(tiny, "split_kv", prompts=2, length=30)
-    ends = prefills.run(7)
-    assert len(ends) == 7 and ends == sorted(ends)
-    prefills.engine.check_integrity()
-    assert prefills.engine.budget.free == prefills.engine.num_kv_blocks
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from rosellm.lab.records.bench import get_parts
 from rosellm.lab.records.machines import find_machines, this_machine
 from rosellm.lab.records.quick import Recorder, TimeIsUp, limited_to, work_off
 from rosellm.lab.records.records import REFERENCE
-from rosellm.lab.records.registry import EXPERIMENTS
 
 CPU = torch.device("cpu")
 TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
@@ -44,14 +42,6 @@ def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_befor
         + ["bookkeeping", "kv_append"]
     )
     assert names[-2:] == ["bookkeeping", "kv_append"]
-
-
-def test_a_gpu_makes_the_short_experiments_too(recorder):
-    recorder.asked = replace(recorder.asked, device="cuda")
-    names = list(recorder.jobs())
-    assert names[0] == "ceilings"
-    assert names[-8:] == quick.QUICK["cuda"]
-    assert set(quick.QUICK["cuda"]) <= set(EXPERIMENTS)
 
 
 def test_records_are_those_of_the_benchmark_and_of_measure_and_are_not_made_twice(

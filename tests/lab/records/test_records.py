@@ -7,15 +7,7 @@ import pytest
 
 from rosellm.bench.record import across_repeats
 from rosellm.lab.records import records
-from rosellm.lab.records.records import (
-    RecordError,
-    find,
-    floor_tok_s,
-    floor_us,
-    number,
-    percent_change,
-    signed,
-)
+from rosellm.lab.records.records import RecordError, find, floor_tok_s, floor_us, percent_change
 
 DEVICE = "nvidia-h200"
 
@@ -106,20 +98,3 @@ def test_a_floor_is_weights_and_cached_tokens_over_bandwidth():
     read_us = max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
     assert floor_us(results, "W2") == pytest.approx((weights + 64 * (1 + 256) * 36_864) / read_us)
     assert floor_tok_s(results, "W2") == pytest.approx(64 / floor_us(results, "W2") * 1e6)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"), (65533, "65,533"), (1907.93, "1,908"), (99.96, "100"), (12.345, "12.3"), (9.996, "10.0"),
-        (0.0123, "0.0123"), (-2.5, "−2.50"), (1e-7, "1e−07"), (None, "–"), (float("nan"), "–"),
-    ],
-)  # fmt: skip
-def test_numbers_are_written_for_readers(value, text):
-    assert number(value) == text
-
-
-def test_changes_are_written_for_readers():
-    assert (percent_change(2100, 2155), percent_change(8.46, 8.40)) == ("+2.6 %", "−0.7 %")
-    assert (signed(0.0255), signed(-0.044)) == ("+2.5%", "−4.4%")
-    assert (signed(-0.0004), signed(0.004, 0), signed(-0.1, 0)) == ("0.0%", "0%", "−10%")

@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.records.notebooks import ACTS
 from rosellm.lab.running.execution import Outcome
 from rosellm.lab.running.gallery import SHORT_PATH, publish_gallery
-from rosellm.lab.running.page import page, picture, question, reading_minutes, title
+from rosellm.lab.running.page import page, picture, question
 
 FOLDER = Path(__file__).parents[3] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -92,15 +91,6 @@ class TestCards:
         assert '<b class="failed">failed</b> ValueError: &lt;x&gt;' in index and "1 failed" in index
         assert f'<img src="data:image/png;base64,{PNG}"' in index
 
-    def test_a_notebook_of_ones_own_stands_apart(self, tmp_path):
-        assert "<h2>Yours</h2>" not in self.publish(tmp_path, "02_mask_removal")
-        assert "<h2>Yours</h2>" in self.publish(tmp_path, "99_mine")
-
-    def test_the_short_path_is_announced_once_all_its_pages_are_there(self, tmp_path):
-        part, told = self.publish(tmp_path, "00_a", "01_b"), "the short path, about an hour"
-        assert "<b>Start with" in part and told not in part
-        assert told in self.publish(tmp_path, *(f"{number}_x" for number in SHORT_PATH[2:]))
-
     def test_every_page_is_told_which_others_are_there(self, tmp_path):
         for names in (("00_a", "03_c"), ("01_b",)):
             self.publish(tmp_path, *names)
@@ -109,17 +99,6 @@ class TestCards:
         (tmp_path / "00_a.ipynb").unlink()
         self.publish(tmp_path, "01_b")
         assert list(json.loads((tmp_path / "build/gallery.json").read_text())) == ["01_b", "03_c"]
-
-    @pytest.mark.parametrize(
-        ("source", "expected"),
-        [("# Why *paged* `KV`?", "Why paged KV?"), ("text\n\n## [a](b)\n# c", "a"), ("no heading", "")],
-    )
-    def test_the_title_is_the_first_heading_without_markup(self, source, expected):
-        assert title(new_notebook(cells=[new_code_cell("# x"), new_markdown_cell(source)])) == expected
-
-    def test_a_notebook_takes_a_minute_for_200_words_or_20_lines_of_code(self):
-        cells = [new_markdown_cell("word " * 600), new_code_cell("x = 1\n\n" * 40)]
-        assert reading_minutes(new_notebook(cells=cells)) == 5
 
     def test_the_picture_is_the_first_of_the_outputs_if_there_is_one(self):
         outputs = [new_output("display_data", {"image/svg+xml": SVG}), new_output("stream", text="x")]

@@ -15,7 +15,7 @@ from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.running import refresh_notebooks
 from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.refresh_notebooks import add_pictures, draw, renewed
+from rosellm.lab.running.refresh_notebooks import add_pictures, draw
 from tests.lab.running.test_run_notebooks import printed, save, status_of, wait_until
 from tests.roseinfer.ranks import is_running
 
@@ -27,23 +27,6 @@ def command(tmp_path: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     return status_of(refresh_notebooks.main, arguments)
-
-
-def test_outputs_and_counts_are_renewed_and_what_differs_between_machines_goes():
-    text = new_output("stream", name="stdout", text="tokens are equal\n")
-    cell = new_code_cell("show()", execution_count=7)
-    cell.metadata = {"papermill": {"duration": 1}, "execution": {}, "scrolled": True, "tags": ["nbval-skip"]}
-    notebook = new_notebook(cells=[cell], metadata={"papermill": {}, "widgets": {}})
-    made = new_notebook(cells=[new_code_cell("show()", outputs=[text], execution_count=1)])
-    number = cell.id
-    renewed(notebook, made)
-    assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    assert notebook.metadata.kernelspec.name == "python3"
-    assert "version" not in notebook.metadata.language_info
-    (kept,) = notebook.cells
-    assert kept.metadata == {"tags": ["nbval-skip"]}
-    assert kept.outputs == [text] and kept.execution_count == 1 and kept.id == number
-    nbformat.validate(notebook)
 
 
 def test_every_figure_gets_its_picture_and_keeps_its_data():
@@ -72,6 +55,7 @@ def test_notebooks_are_executed_in_place_by_this_interpreter(tmp_path, command):
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
     assert printed(path) == f"{sys.executable} {tmp_path}\n2\n"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert [cell.metadata for cell in notebook.cells[1:]] == [{"tags": ["parameters"]}, {}, {}]
 
 
 def test_what_cannot_be_refreshed_is_told_in_one_line_with_exit_code_2(tmp_path, command, capsys):

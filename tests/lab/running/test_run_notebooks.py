@@ -17,8 +17,8 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from rosellm.lab.running import execution, run_notebooks
-from rosellm.lab.running.execution import NotebookError, execute
+from rosellm.lab.running import run_notebooks
+from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.run_notebooks import check_parameters, parse_parameters, run, select
 from tests.roseinfer.ranks import is_running
@@ -121,12 +121,6 @@ class TestParameters:
         written = 'name=rose-tiny text=\'two words\' rungs=["dense", "paged"] modes=[all]'
         assert parse_parameters(written) == texts
 
-    def test_every_selected_notebook_must_have_a_parameter(self, folder):
-        both = [save(folder, "a"), save(folder, "b", parameters="quick = True")]
-        check_parameters(both, {"quick": False})
-        with pytest.raises(NotebookError, match="b has no parameter 'batch'"):
-            check_parameters(both, {"batch": 3})
-
     @pytest.mark.parametrize(
         ("default", "value", "fits"),
         [("0.5", 2, True), ("0.5", True, False), ("4", 2.5, False), ("[1]", [True], False)],
@@ -178,17 +172,6 @@ class TestRun:
             if note.exists():
                 break
         assert none_runs([int(pid) for pid in note.read_text().split()])
-
-    def test_a_page_that_cannot_be_made_is_told_in_one_line(self, folder, monkeypatch):
-        def fail(*_):
-            raise ValueError("no template\nin any path")
-
-        monkeypatch.setattr(execution, "page", fail)
-        engines = execution.papermill_engines
-        monkeypatch.setattr(engines, "execute_notebook_with_engine", lambda *_, **__: None)
-        outcome, files = execute(save(folder, "a", "print(1)"), {}, 100.0)
-        told = "its page was not made: ValueError: no template"
-        assert (outcome.status, outcome.error, list(files)) == ("failed", told, ["a.ipynb"])
 
     @pytest.mark.parametrize(
         ("wrong", "told"),

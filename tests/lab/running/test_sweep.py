@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,9 @@ class FakeRay:
     exceptions = SimpleNamespace(RayError=LostError)
 
     def __init__(self, **resources: float) -> None:
-        self.resources, self.options = resources, {}
+        self.resources = resources
 
-    def remote(self, **options: Any) -> Callable[[Callable], Any]:
-        self.options = options
+    def remote(self, **_options: Any) -> Callable[[Callable], Any]:
         return lambda function: SimpleNamespace(remote=lambda task: partial(function, task))
 
     def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
@@ -45,8 +43,6 @@ class FakeRay:
     def get(self, call: Callable[[], Any]) -> Any:
         if call.args[0] is lost:
             raise LostError("The worker died.\nSee the logs.")
-        if call.args[0] is interrupts:
-            os.kill(os.getpid(), signal.SIGTERM)
         return call()
 
     def cluster_resources(self) -> dict[str, float]:
@@ -54,16 +50,15 @@ class FakeRay:
 
 
 class FakeRuntime:
-    def __init__(self, ray: FakeRay, address: str, environment: dict[str, Any]) -> None:
-        self.ray, self.address, self.environment, self.left = ray, address, environment, False
+    def __init__(self, ray: FakeRay, _address: str, environment: dict[str, Any]) -> None:
+        self.ray, self.environment = ray, environment
         folder = Path(environment["working_dir"])
         self.staged = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
     def device(self) -> str:
         return "cuda" if self.ray.resources.get("GPU", 0) >= 1 else "cpu"
 
-    def leave(self) -> None:
-        self.left = True
+    def leave(self) -> None: ...
 
 
 @pytest.fixture
@@ -84,19 +79,6 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Fake
 def lost() -> None: ...
 
 
-def interrupts() -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("gpus", "device", "asked"), [(1, "auto", 1), (1, "cuda", 1), (1, "cpu", 0), (0, "auto", 0)]
-)
-def test_each_task_asks_for_a_core_and_one_gpu_or_none_and_may_run_again(joined, gpus, device, asked):
-    ray, machines = joined(CPU=2, GPU=gpus)
-    assert list(machines.run({"a": os.getpid}, machines.takes_gpu(device), "task"))
-    assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, asked)
-    assert ray.options["max_retries"] == sweep.RETRIES > 0
-
-
 def test_cuda_is_refused_where_the_cluster_has_no_gpu(joined):
     with pytest.raises(DeviceError, match="device 'cuda' is not available: the Ray cluster has no GPU"):
         joined(CPU=2)[1].takes_gpu("cuda")
@@ -114,21 +96,6 @@ def test_a_task_that_fails_or_is_lost_is_told_in_one_line_and_ends_no_other(join
     with pytest.raises(RoseError, match="^ValueError: invalid literal"):
         machines.call(partial(int, "x"), False)
     assert machines.call(os.getpid, False) == os.getpid()
-
-
-def test_after_a_signal_no_more_is_waited_for_and_the_cluster_is_left(joined, monkeypatch):
-    def join(address: str, environment: dict[str, Any]) -> FakeRuntime:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
-        return FakeRuntime(FakeRay(CPU=1), address, environment)
-
-    monkeypatch.setattr(sweep, "Runtime", join)
-    before = signal.getsignal(signal.SIGTERM)
-    with Interruption() as interruption, Sweep("head:6379", interruption) as machines:
-        found = dict(machines.run({"a": os.getpid, "b": os.getpid, "c": interrupts}, False, "task"))
-        with pytest.raises(KeyboardInterrupt):
-            machines.call(os.getpid, False)
-    assert list(found) == ["c"] and interruption.number is signal.SIGTERM
-    assert machines._runtime.left and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_when_no_machine_for_the_rest_comes_back_the_sweep_ends(joined, monkeypatch):

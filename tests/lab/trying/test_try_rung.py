@@ -46,24 +46,6 @@ def test_a_right_kernel_climbs(tried, capsys):
     assert [line.split()[0] for line in lines[2:]] == ["dependent_launch", "tried_one", "tried_one:"]
 
 
-def test_its_bar_stands_beside_the_recorded_ladder(tried):
-    rows = {line.split()[0]: line.split()[-1] for line in tried.ladder("W2").table.splitlines()[2:]}
-    names = list(rows)
-    assert names.index("tried_one") == names.index("dependent_launch") + 1
-    assert float(rows["dependent_launch"]) == 1 and float(rows["dense"]) < 1
-    assert rows["tried_one"] == "–"  # a CPU's ratio says nothing of a GPU
-
-
-@pytest.mark.slow
-def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
-    old, new = tried.ledgers
-    assert (old.name, new.name) == ("dependent_launch", "tried_one")
-    for ledger in (old, new):
-        rows = {row.cause: row for row in ledger.rows if row.kind == "work"}
-        assert rows["kernel add_norm"].us > 0 and "norm" not in rows
-        assert rows["GEMM"].us > 0 and rows["head"].us > 0  # found by the norms around them
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_beside_an_interpreted_base_or_kernel_nothing_is_timed(capsys):
