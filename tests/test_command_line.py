@@ -46,7 +46,7 @@ def test_an_error_of_ours_is_not_taken_for_the_users():
         command(lambda argv: 1 // 0)([])
 
 
-NO_HELP = "open_lab", "first_request", "version_side"  # JupyterLab's options; started by experiments alone
+NO_HELP = "open_lab", "version_side"  # JupyterLab's options; started by experiments alone
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "rosellm").rglob("*.py")

@@ -9,7 +9,7 @@ from statistics import median
 import nbformat
 import torch
 
-from rosellm.lab.records import first_request, lengths, records, step_time
+from rosellm.lab.records import records, step_time
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find, read_us, rivals
 from rosellm.lab.trying.case import LONG, LONGEST
@@ -126,7 +126,7 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
 # 30
 
 
-row_lengths = load_exhibit("row_lengths")
+lengths, row_lengths = load_exhibit("lengths"), load_exhibit("row_lengths")
 STEPS = row_lengths.recorded_lengths(find())
 
 
@@ -218,6 +218,7 @@ def test_bytes_explain_as_little_as_said():
 # 32
 
 
+first_request = load_exhibit("first_request")
 PROCESSES = first_request.recorded(find())
 
 

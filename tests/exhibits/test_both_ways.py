@@ -4,10 +4,10 @@ import pytest
 
 from rosellm.bench.workloads import Workload
 from rosellm.lab.figures.charts import ChartError
-from rosellm.lab.records.passes import Pass
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.helpers import random_model
 
+Pass = load_exhibit("passes").Pass
 pass_timeline, both_ways = load_exhibit("pass_timeline").pass_timeline, load_exhibit("both_ways")
 
 

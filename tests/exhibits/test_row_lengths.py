@@ -3,12 +3,12 @@
 import pytest
 
 from rosellm.errors import OptionError
-from rosellm.lab.records import lengths, step_time
-from rosellm.lab.records.lengths import positions_for
+from rosellm.lab.records import step_time
 from rosellm.lab.records.records import find
 from rosellm.roseinfer.exhibits import load_exhibit
 
-row_lengths = load_exhibit("row_lengths")
+lengths, row_lengths = load_exhibit("lengths"), load_exhibit("row_lengths")
+positions_for = lengths.positions_for
 
 
 def test_recorded_batches_are_read_with_every_share_and_way():

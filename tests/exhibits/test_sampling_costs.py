@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rosellm.lab.records.records import find
-from rosellm.lab.records.sampling_steps import GREEDY, modes_of
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from tests.helpers import CPU, small_config
 
-costs = load_exhibit("sampling_costs")
+costs, modes_of = load_exhibit("sampling_costs"), load_exhibit("sampling_steps").modes_of
+GREEDY = costs.GREEDY
 
 
 def test_a_committed_record_has_every_mode_of_every_batch():

@@ -8,7 +8,7 @@ import pytest
 
 from rosellm.lab.figures.ladder import ladder_chart, values_beside
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records import first_request, machines as machines_module
+from rosellm.lab.records import machines as machines_module
 from rosellm.lab.records.machines import HERE, beside, check_same_size, find_machines, name_of, names_of
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
 from rosellm.lab.rung import open_rung
@@ -156,7 +156,7 @@ def test_each_machine_with_a_record_is_named_and_one_without_is_listed(machines,
     nb = pair(*machines, after="cuda_graph")
     both = dict(nb.each_machine(lambda one: one.value("W1", "dense")))
     assert list(both) == ["NVIDIA H200", NAME] and capsys.readouterr().out == ""
-    for read in (first_request.recorded, lambda one: one.value("W3", "dense")):
+    for read in (lambda one: one.figures("first_request"), lambda one: one.value("W3", "dense")):
         assert list(dict(nb.each_machine(read))) == ["NVIDIA H200"]
         assert capsys.readouterr().out == f"no such record, {NAME}\n"
     with pytest.raises(RecordError):

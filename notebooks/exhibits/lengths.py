@@ -16,7 +16,8 @@ import torch
 
 from rosellm.errors import OptionError, RecipeError
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
+from rosellm.lab.records.experiment import Asked, table
+from rosellm.lab.records.step_time import StepTimes, figures_of, measure_steps, prompt_length, room
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
@@ -108,3 +109,13 @@ def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant
     prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
     kernels, prepare = attention_kernels(model.device), launched(choose)
     return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)
+
+
+def lengths(asked: Asked, batch: int) -> dict:
+    """Time decode steps with equal and unequal contexts of the same sum, attention whole and cut."""
+    size, model = asked.size, asked.gpt
+    rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
+    return figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
+
+
+EXPERIMENTS = [table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True) for batch in BATCHES]

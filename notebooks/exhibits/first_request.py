@@ -35,7 +35,14 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 WORKLOAD = WORKLOADS["W8"]
-CHILD = (sys.executable, "-m", "rosellm.lab.records.first_request")
+CHILD = (
+    sys.executable,
+    "-c",
+    f"""
+from rosellm.roseinfer.exhibits import load_exhibit
+load_exhibit({Path(__file__).stem!r}).main()
+""",
+)
 RUNS = 3  # of a process
 
 T = TypeVar("T")
