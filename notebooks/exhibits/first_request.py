@@ -1,8 +1,7 @@
 """Measure what the first request of a process waits for, with and without a warm-up.
 
 Fresh processes load a model, build its engine and run workload W8 three times: first with an empty cache of
-compiled Triton kernels, then with the cache so filled. Run as a command, this module is such a process: it
-takes when it was started, 1 or 0 for a warm-up, and the options of the scheduler's benchmark; it prints JSON.
+compiled Triton kernels, then with the cache so filled. Such a process runs ``main``.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 WORKLOAD = WORKLOADS["W8"]
-CHILD = (
-    sys.executable,
-    "-c",
-    f"""
+CODE = """
+import sys
 from rosellm.roseinfer.exhibits import load_exhibit
-load_exhibit({Path(__file__).stem!r}).main()
-""",
-)
+sys.exit(load_exhibit("first_request").main())
+"""
 RUNS = 3  # of a process
 
 T = TypeVar("T")
@@ -62,7 +58,7 @@ def first_process(
     """
     own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
     done = subprocess.run(
-        [*CHILD, repr(time.time()), str(int(warm_up)), *options],
+        [sys.executable, "-c", CODE, repr(time.time()), str(int(warm_up)), *options],
         env=os.environ | own,
         capture_output=True,
         text=True,
@@ -169,11 +165,10 @@ EXPERIMENTS = [Experiment("first_request", record, {"repeats": 1})]
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Print the figures of this process."""
+    """Print the figures of this process as JSON.
+
+    argv: when the process was started, 1 or 0 for a warm-up, and options of the scheduler's benchmark.
+    """
     started, warm_up, *options = sys.argv[1:] if argv is None else argv
     figures = first_figures(BENCHMARK.parse_options(options), warm_up == "1", float(started))
     print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
