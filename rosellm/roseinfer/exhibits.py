@@ -1,4 +1,4 @@
-"""Loading of exhibits: code in ``notebooks/exhibits`` that lost, or that one notebook needs."""
+"""Loading of exhibits: code in ``notebooks/exhibits`` that lost, or that one page needs."""
 
 from __future__ import annotations
 

@@ -10,28 +10,20 @@ from typing import NamedTuple
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
-from rosellm.lab.records import (
-    all_reduce,
-    llama_1b_protocol,
-    prompt_attention,
-    recordings,
-    runs,
-    two_gpus,
-    versions,
-)
+from rosellm.lab.records import all_reduce, llama_1b_protocol, recordings, runs, two_gpus, versions
 from rosellm.lab.records.experiment import Asked
 from rosellm.lab.records.runs import runnable
 from rosellm.roseinfer.exhibits import EXHIBITS, load_exhibit
 
 
 def _exhibits(*names: str) -> list[ModuleType]:
-    """Return the exhibits of these names, whose experiments one notebook shows; none outside a checkout."""
+    """Return the exhibits of these names, whose experiments one page shows; none outside a checkout."""
     return [load_exhibit(name) for name in names if EXHIBITS.is_dir()]
 
 
 UNASKED = [recordings, *_exhibits("bookkeeping", "launch_costs", "grid", "lengths", "robustness")]
-ASKED = _exhibits("sampling_steps", "first_request", "arrival_runs", "one_pass_runs")
-ROOMS = (runs, *UNASKED, *ASKED, prompt_attention, llama_1b_protocol, versions, all_reduce, two_gpus)
+ASKED = _exhibits("sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs")
+ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
 DEFAULT = [f"W{i}" for i in range(6)]
