@@ -10,29 +10,27 @@ from rosellm.lab.records.turns import each
 from rosellm.ladder.pools import SlotPool, TuplePool
 
 POOLS = {"tuple": TuplePool, "slots": SlotPool}
+BLOCK_SIZE, REPEATS = 64, 5
 
 
-def bookkeeping_cost(
-    batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
-) -> dict[str, list[float]]:
+def bookkeeping_cost(batch: int, layers: int, steps: int) -> dict[str, list[float]]:
     """Time the Python code that reserves the cache slot of a token in one layer.
 
     batch: number of sequences.
     layers: number of layers.
     steps: tokens to reserve per sequence and layer.
-    repeats: measurements of each kind of pool.
 
     Returns kind of pool → nanoseconds per token and layer, for each repeat.
     """
     return {
-        name: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)]
+        name: [_reserve_ns(kind, batch, layers, steps) for _ in range(REPEATS)]
         for name, kind in POOLS.items()
     }
 
 
-def _reserve_ns(kind: type[TuplePool], batch: int, layers: int, steps: int, block_size: int) -> float:
-    blocks = -(-steps // block_size) * batch
-    pools = [kind(layer, blocks, block_size) for layer in range(layers)]
+def _reserve_ns(kind: type[TuplePool], batch: int, layers: int, steps: int) -> float:
+    blocks = -(-steps // BLOCK_SIZE) * batch
+    pools = [kind(layer, blocks, BLOCK_SIZE) for layer in range(layers)]
     tables: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(layers)]
     start = time.perf_counter_ns()
     for _ in range(steps):

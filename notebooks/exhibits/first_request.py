@@ -24,16 +24,15 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.job import check_served, choose_recipe, scheduler_config
 from rosellm.bench.prompts import make_prompts, request_params
 from rosellm.bench.record import engine_facts, tokens_sha256
-from rosellm.bench.workloads import WORKLOADS
 from rosellm.command_line import command
 from rosellm.errors import RoseError
+from rosellm.lab.records.arrivals import WORKLOAD
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
-WORKLOAD = WORKLOADS["W8"]
 CODE = """
 import sys
 from rosellm.roseinfer.exhibits import load_exhibit

@@ -7,9 +7,9 @@ from typing import Any
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, VIOLET, fill
+from rosellm.lab.records.arrivals import WORKLOAD
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.sizes import Size
-from rosellm.roseinfer.exhibits import load_exhibit
 
 STYLES = {
     "import": (PALE, ""),
@@ -27,7 +27,7 @@ def process_options(
     size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
 ) -> list[str]:
     """Return options for the scheduler's benchmark: W8, no larger than ``size``."""
-    options = size.options(load_exhibit("first_request").WORKLOAD) | {
+    options = size.options(WORKLOAD) | {
         "--hf-model-id": model_path(model),
         "--load-format": load_format,
         "--device": device,

@@ -15,37 +15,37 @@ from rosellm.models.model import Transformer
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import triton
 
+BLOCK_SIZE, CALLS = 64, 200  # launches per repeat of a measurement of host time
 
-def attention_operands(model: Transformer, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
+
+def attention_operands(model: Transformer, batch: int, context: int) -> dict[str, Any]:
     """Return random operands of ``paged_attention_decode`` in the model's shape.
 
     batch: number of sequences.
     context: cached tokens per sequence.
     """
     c, device, dtype = model.config, model.device, model.dtype
-    per_sequence = -(-c.n_positions // block_size)
-    used = -(-context // block_size)
+    per_sequence = -(-c.n_positions // BLOCK_SIZE)
+    used = -(-context // BLOCK_SIZE)
     generator = torch.Generator(device=device).manual_seed(0)
     normal: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
-    cache_shape = (batch * used, c.n_kv_heads, block_size, c.head_dim)
-    table = torch.zeros(batch, per_sequence, dtype=torch.int32, device=device)
-    table[:, :used] = torch.randperm(batch * used, generator=generator, device=device).view(batch, used)
+    cache_shape = (batch * used, c.n_kv_heads, BLOCK_SIZE, c.head_dim)
+    blocks = torch.zeros(batch, per_sequence, dtype=torch.int32, device=device)
+    blocks[:, :used] = torch.randperm(batch * used, generator=generator, device=device).view(batch, used)
     return {
         "q": torch.randn(batch, c.n_heads, c.head_dim, **normal),
         "k_new": torch.randn(batch, c.n_kv_heads, c.head_dim, **normal),
         "v_new": torch.randn(batch, c.n_kv_heads, c.head_dim, **normal),
         "k_cache_layer": torch.randn(cache_shape, **normal),
         "v_cache_layer": torch.randn(cache_shape, **normal),
-        "block_table": table,
+        "block_table": blocks,
         "context_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
         "scale": c.scale,
     }
 
 
-def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
+def launch_costs(model: Transformer, batch: int, context: int) -> dict[str, Any]:
     """Time paged attention in every fixed launch configuration and autotuned; needs a GPU.
-
-    calls: launches per repeat in the measurement of host time.
 
     Device times are µs per call; launch times are the host's µs per call, of five repeats.
     """
@@ -67,8 +67,8 @@ def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200)
             f"{w} warps, {s} stages": device_us(partial(f, **operands)) for (w, s), f in fixed.items()
         },
         "default_device_us": device_us(lambda: default(**operands)),
-        "fixed_launch_us": _launch_us(lambda: default(**operands), calls),
-        "autotuned_launch_us": _launch_us(lambda: tuned(**operands), calls),
+        "fixed_launch_us": _launch_us(lambda: default(**operands)),
+        "autotuned_launch_us": _launch_us(lambda: tuned(**operands)),
     }
 
 
@@ -77,15 +77,15 @@ def device_us(run: Callable[[], object]) -> float:
     return triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median") * 1e3
 
 
-def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
-    """Return the host's µs per call of five repeats; ``calls`` launches must fit into the device's queue."""
+def _launch_us(run: Callable[[], object]) -> list[float]:
+    """Return the host's µs per call of five repeats; ``CALLS`` launches must fit into the device's queue."""
     repeats = []
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(CALLS):
             run()
-        repeats.append((time.perf_counter() - start) / calls * 1e6)
+        repeats.append((time.perf_counter() - start) / CALLS * 1e6)
     return repeats
 
 

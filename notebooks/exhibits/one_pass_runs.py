@@ -20,8 +20,7 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER
 from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING
 from rosellm.bench.job import Job, make_job
 from rosellm.bench.record import mode_result
-from rosellm.bench.workloads import WORKLOADS
-from rosellm.lab.records.arrivals import BEST
+from rosellm.lab.records.arrivals import BEST, WORKLOAD
 from rosellm.lab.records.bench import free_memory, make_prompts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.sizes import Size
@@ -37,7 +36,6 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 arrival_runs, passes = load_exhibit("arrival_runs"), load_exhibit("passes")
 NAME, JOINED = "one_pass", passes.JOINED
-WORKLOAD = WORKLOADS["W8"]
 APART = "apart"
 ROWS = (8, 64, 256)
 CONTEXT, IN_FLIGHT = 256, 6  # cached tokens per sequence; steps in flight

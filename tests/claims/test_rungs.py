@@ -126,8 +126,8 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
 # 30
 
 
-lengths, row_lengths = load_exhibit("lengths"), load_exhibit("row_lengths")
-STEPS = row_lengths.recorded_lengths(find())
+lengths = load_exhibit("lengths")
+STEPS = lengths.recorded_lengths(find())
 
 
 def less(rows: int, share: str) -> float:
@@ -157,7 +157,7 @@ def test_the_rule_and_its_one_exception_are_those_recorded():
     (factor,) = said(prose("30"), r"whether it exceeds ([\d.]+) times the mean")
     assert number(factor) == UNEVEN and UNEVEN_FROM > 8 * 12 / 132
     claim("30", r"8 spread rows stay whole, although pieces are (\d+) % faster", less(8, "spread"))
-    assert row_lengths.faster_way(STEPS[8], "spread") == "cut"
+    assert lengths.faster_way(STEPS[8], "spread") == "cut"
 
 
 def test_both_engines_of_one_session_and_sampled_speeds_are_those_recorded():
