@@ -14,8 +14,8 @@ import torch
 from rosellm.bench import benchmark_kv_append
 from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.errors import RoseError, describe
-from rosellm.lab.records import ablations as between_rungs, experiments
-from rosellm.lab.records.bench import Bench, get_model, make_prompts, run_recipe
+from rosellm.lab.records import ablations as between_rungs
+from rosellm.lab.records.bench import Bench, equality, get_model, make_prompts, run_recipe
 from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts, table
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.ledger import (
@@ -29,12 +29,15 @@ from rosellm.lab.records.ledger import (
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.runs import runnable
 from rosellm.lab.records.step_time import STEP_WORKLOADS, ladder_steps, step_shape
-from rosellm.lab.records.trace import record_trace
+from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.lab.records.turns import each
+from rosellm.ladder.dense import H2D_RANGE
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE
+from rosellm.roseinfer.steps.step import STEP_RANGE
 
+APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_launch")
 STEPS = 2  # of a timeline
 APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbenchmark
@@ -53,7 +56,7 @@ def counts(asked: Asked) -> dict:
 
     def counted(rung: str, batch: int, lengths: int | list[int]) -> dict[str, Any]:
         prompts = make_prompts(batch, lengths, model.config.vocab_size)
-        return experiments.count_step(run_recipe(model, rung, prompts, tokens).trace, model.config.n_layers)
+        return count_step(run_recipe(model, rung, prompts, tokens).trace, model.config.n_layers)
 
     return {
         case: {rung: counted(rung, n, lengths) for rung in each(f"counts, batch {case}", rungs)}
@@ -61,7 +64,29 @@ def counts(asked: Asked) -> dict:
     }
 
 
-def equality(asked: Asked) -> dict:
+def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
+    """Count what one profiled decode step launched, copied and allocated.
+
+    On a CPU, "kernels" are operators called from Python, and nothing is copied. ``range_us`` maps each part
+    of the step to the host's µs in it, which the profiler inflates.
+    """
+    tables, append = trace.within(H2D_RANGE), trace.within(APPEND_RANGE)
+    return {
+        "kernels": trace.kernels,
+        "gpu_time_us": trace.gpu_time(),
+        "host_to_device_copies": len(trace.host_to_device),
+        "host_to_device_bytes": sum(e.n_bytes for e in trace.host_to_device),
+        "table_copies": len(tables.host_to_device),
+        "table_bytes": sum(e.n_bytes for e in tables.host_to_device),
+        "append_kernels_a_layer": append.kernels / n_layers,
+        "append_copies_a_layer": len(append.host_to_device) / n_layers,
+        "allocations": trace.allocations,
+        "allocated_bytes": trace.allocated_bytes,
+        "range_us": {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE},
+    }
+
+
+def tokens_and_logits(asked: Asked) -> dict:
     """Compare the tokens and logits of every rung with those of ``dense``.
 
     Uses the shipped model in fp32, fp16 and bf16.
@@ -72,7 +97,7 @@ def equality(asked: Asked) -> dict:
     for dtype in each("equality", ("float32", "float16", "bfloat16")):
         model = get_model(SHIPPED, asked.device, dtype)
         rungs = runnable(model.device, model.config)
-        figures[dtype] = experiments.equality(model, rungs, lengths, batch, tokens)
+        figures[dtype] = equality(model, rungs, lengths, batch, tokens)
     return figures
 
 
@@ -206,7 +231,7 @@ LEDGERS = ("D1", "D8", "D64", "L8K", "L32K", "PRE")
 MODERN: dict[str, Any] = {"model": MODERN_MODEL, "own_folder": True}
 EXPERIMENTS = [
     table("counts", counts),
-    table("equality", equality, model=None),
+    table("equality", tokens_and_logits, model=None),
     table("ceilings", ceilings, needs_gpu=True),
     table("timelines", timelines, workloads=["W1"]),
     Experiment("kv_append", kv_append, model=None),
