@@ -15,7 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rosellm.bench.benchmark_streaming import BENCHMARK
+import numpy as np
+
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.benchmark_streaming import BENCHMARK, run_streaming
+from rosellm.bench.job import Job
 from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import Workload
 from rosellm.errors import PromptError
@@ -30,11 +34,16 @@ from rosellm.lab.records.arrivals import (
 )
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.serving_times import measure_serving_times
+from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times
+from rosellm.lab.records.watched_step import watched
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 SHARES = (0.5, 0.8, 0.95)
 SECONDS = 5  # of arrivals at each rate
+TIMED_ROUNDS = 3  # requests per slot of the batch whose steps are timed
 LIMITS_S = 0.1, 0.02  # goodput's limits on TTFT and ITL
 LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
 LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # runs during the long prompt
@@ -95,6 +104,28 @@ def long_prompt_options(
         given["--long-prompt-chunks"] = ",".join(map(str, chunks[1:]))
     own = [str(text) for pair in given.items() for text in pair]
     return streaming_options(running, running.num_requests, rung=rung) + own
+
+
+def measure_serving_times(
+    engine: Engine, requests: Sequence[Arrival], batches: Sequence[int]
+) -> ServingTimes:
+    """Serve greedy requests at each batch size in turn, and fit the durations of the engine's steps.
+
+    engine: must be idle.
+    requests: prompt and output lengths, through which the served requests cycle; all arrive at once.
+    batches: the batch sizes.
+    """
+    draw, vocab_size, runs = np.random.default_rng(0), engine.config.vocab_size, []
+    for rows in batches:
+        several = [requests[i % len(requests)] for i in range(TIMED_ROUNDS * rows)]
+        prompts = [draw.integers(vocab_size, size=one.prompt_tokens).tolist() for one in several]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in several
+        ]
+        with watched(engine) as steps:
+            run_streaming(Job(engine, prompts, params, SchedulerConfig(max_batch_size=rows)))
+        runs.append(steps)
+    return fit_serving_times(engine, runs, batches)
 
 
 def record(asked: Asked) -> Iterator[Record]:
