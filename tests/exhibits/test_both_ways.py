@@ -7,8 +7,8 @@ from rosellm.lab.figures.charts import ChartError
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.helpers import random_model
 
-both_ways, passes = load_exhibit("both_ways"), load_exhibit("passes")
-Pass, pass_timeline = passes.Pass, passes.pass_timeline
+both_ways, Pass = load_exhibit("both_ways"), load_exhibit("passes").Pass
+pass_timeline = load_exhibit("pass_timeline").pass_timeline
 
 
 def test_passes_are_drawn_one_after_the_other_with_their_numbers_below() -> None:

@@ -84,6 +84,11 @@ def test_an_installed_package_tells_in_one_line_that_others_need_a_checkout(tmp_
     assert "'one_pass' is unknown" in done.stderr and "from a checkout of RoseLLM" in done.stderr
 
 
+def test_records_are_measured_without_the_packages_of_notebooks():
+    code = "import sys; sys.modules |= dict.fromkeys(('plotly', 'IPython')); import rosellm.lab.measure"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_record_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(load_exhibit("bookkeeping"), "bookkeeping_cost", None)
     (tmp_path / "bookkeeping.json").mkdir()
