@@ -12,17 +12,18 @@ from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING
 from rosellm.bench.job import make_engine, scheduler_config
 from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
 from rosellm.bench.workloads import Workload
-from rosellm.lab.records import one_pass
 from rosellm.lab.records.arrivals import streaming_options
-from rosellm.lab.records.passes import Pass, passes_of
 from rosellm.lab.records.records import Results, percent_change
 from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
-WAYS = one_pass.APART, one_pass.JOINED
+recording, _passes = load_exhibit("one_pass_runs"), load_exhibit("passes")
+Pass, passes_of = _passes.Pass, _passes.passes_of
+WAYS = recording.APART, recording.JOINED
 BESIDE_HEADS = ["rows", "prompt tokens", "apart, µs", "joined, µs", "change"]
 LONG_HEADS = ["a long prompt, ms", "", "others' ITL meanwhile, p50", "p99", "its TTFT"]
 LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
@@ -67,7 +68,7 @@ def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
     options = STREAMING.parse_options(typed)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
     sizes = gpt, None, max(map(len, prompts)) + options.max_new_tokens
-    engines = {way: make_engine(options, one, *sizes) for way, one in one_pass.ways_of(gpt.device).items()}
+    engines = {way: make_engine(options, one, *sizes) for way, one in recording.ways_of(gpt.device).items()}
     return {way: _live_run(engine, options, prompts, params) for way, engine in engines.items()}
 
 
@@ -98,4 +99,4 @@ def verdict_of(figures: Mapping[str, Any]) -> Verdict:
     before, after = (
         [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in WAYS
     )
-    return Verdict(one_pass.WORKLOAD.id, before, after)
+    return Verdict(recording.WORKLOAD.id, before, after)

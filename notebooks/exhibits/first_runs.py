@@ -7,7 +7,7 @@ from typing import Any
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, VIOLET, fill
-from rosellm.lab.records.first_request import WORKLOAD
+from rosellm.lab.records.arrivals import WORKLOAD
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.sizes import Size
 

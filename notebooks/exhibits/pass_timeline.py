@@ -7,7 +7,10 @@ from itertools import accumulate
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
 from rosellm.lab.figures.palette import BLUE, GREEN, ORANGE
-from rosellm.lab.records.passes import KINDS, Pass, counted
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_passes = load_exhibit("passes")
+KINDS, Pass, counted = _passes.KINDS, _passes.Pass, _passes.counted
 
 COLOURS = dict(zip(KINDS, (BLUE, ORANGE, GREEN), strict=True))
 TITLES = dict(zip(KINDS, ("decode step", "prompts alone", "both in one pass"), strict=True))

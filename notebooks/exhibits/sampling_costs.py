@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from statistics import median
 
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.sampling_steps import GREEDY
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.steps.logprob_ring import SIZES
 
+GREEDY = load_exhibit("sampling_steps").GREEDY
 SHAPES = {"gpt2": KNOWN_SHAPES["gpt2"], "Qwen3-0.6B": KNOWN_SHAPES["Qwen/Qwen3-0.6B"]}
 
 

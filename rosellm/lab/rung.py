@@ -25,8 +25,7 @@ from rosellm.lab.figures.charts import say, show, show_table, text_table
 from rosellm.lab.figures.slider import Control, explore
 from rosellm.lab.figures.source import show_pair, show_source
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records.bench import Bench, Run, compare, decode_tokens, get_model, make_prompts
-from rosellm.lab.records.experiments import equality
+from rosellm.lab.records.bench import Bench, Run, compare, decode_tokens, equality, get_model, make_prompts
 from rosellm.lab.records.machines import find_machines, name_of
 from rosellm.lab.records.parameters import check_least_new, check_parameters
 from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder, signed

@@ -1,4 +1,4 @@
-"""Loading of exhibits: rungs in ``notebooks/exhibits`` on which the best rung does not build."""
+"""Loading of exhibits: code in ``notebooks/exhibits`` that lost, or that one page needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ EXHIBITS = Path(__file__).parents[2] / "notebooks" / "exhibits"
 def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
-    Raises ``RecipeError`` if there is no such file. The module must define two functions:
+    Raises ``RecipeError`` if there is no such file. A module of a rung must define two
+    functions:
 
     check_serves(config): raises ``RecipeError`` for a model that the exhibit cannot run.
     build_step(model, kernels, **parts): returns a resident step; ``parts`` are the arguments of its

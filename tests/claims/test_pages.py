@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from rosellm.lab.records import prompt_attention
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find
 from rosellm.roseinfer.exhibits import load_exhibit
@@ -119,7 +118,7 @@ def prompts_table(text: str) -> Claims:
     claims: Claims = []
     for model, size, *cells in rows(text, "prompts"):
         tokens = size.split("×")[1].strip().replace(",", "")
-        speeds = prompt_attention.tflop_s(ATTENTION[model][tokens])
+        speeds = load_exhibit("prompt_attention").tflop_s(ATTENTION[model][tokens])
         assert f"{ATTENTION[model][tokens]['prompts']} ×" in size
         claims += zip([speeds[name] for name in ("rosellm", "FlashAttention", "cuDNN")], cells, strict=True)
     return claims

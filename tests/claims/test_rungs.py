@@ -9,7 +9,7 @@ from statistics import median
 import nbformat
 import torch
 
-from rosellm.lab.records import first_request, lengths, records, step_time
+from rosellm.lab.records import records, step_time
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find, read_us, rivals
 from rosellm.lab.trying.case import LONG, LONGEST
@@ -126,8 +126,8 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
 # 30
 
 
-row_lengths = load_exhibit("row_lengths")
-STEPS = row_lengths.recorded_lengths(find())
+lengths = load_exhibit("lengths")
+STEPS = lengths.recorded_lengths(find())
 
 
 def less(rows: int, share: str) -> float:
@@ -157,7 +157,7 @@ def test_the_rule_and_its_one_exception_are_those_recorded():
     (factor,) = said(prose("30"), r"whether it exceeds ([\d.]+) times the mean")
     assert number(factor) == UNEVEN and UNEVEN_FROM > 8 * 12 / 132
     claim("30", r"8 spread rows stay whole, although pieces are (\d+) % faster", less(8, "spread"))
-    assert row_lengths.faster_way(STEPS[8], "spread") == "cut"
+    assert lengths.faster_way(STEPS[8], "spread") == "cut"
 
 
 def test_both_engines_of_one_session_and_sampled_speeds_are_those_recorded():
@@ -218,6 +218,7 @@ def test_bytes_explain_as_little_as_said():
 # 32
 
 
+first_request = load_exhibit("first_request")
 PROCESSES = first_request.recorded(find())
 
 

@@ -19,7 +19,8 @@ simulated_run = load_exhibit("simulated_fleet").simulated_run
 # 33
 
 
-RECORDED = arrivals.recorded_servers(find())
+arrival_runs = load_exhibit("arrival_runs")
+RECORDED = arrival_runs.recorded_servers(find())
 QWEN3, GPT2 = ({run["share"]: run for run in RECORDED[name]["runs"]} for name in ("Qwen3-0.6B", "gpt2"))
 TTFT_MS, ITL_MS = map(number, said(prose("33"), r"(\d+) ms to the first token, (\d+) ms between"))
 
@@ -79,7 +80,7 @@ def test_the_knees_are_where_the_records_keep_and_break_the_limits():
 
 
 def test_a_long_prompts_figures_are_those_recorded():
-    found = arrivals.recorded_long_prompt(find())["Qwen3-0.6B"]
+    found = arrival_runs.recorded_long_prompt(find())["Qwen3-0.6B"]
 
     def ms(way, key):
         return found[way][key] * 1e3

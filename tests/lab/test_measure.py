@@ -4,16 +4,19 @@ import json
 import os
 import platform
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rosellm.lab import measure
-from rosellm.lab.records import ablations, experiments, runs
+from rosellm.lab.records import ablations, runs
 from rosellm.lab.records.registry import Job, plan
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import LADDER
 from tests.lab.measuring import measured, refusal
 
@@ -23,7 +26,9 @@ SMALL = ["--device=cpu"]
 def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_python_alone_neither(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(experiments, "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0], "slots": [1.0]})
+    monkeypatch.setattr(
+        load_exhibit("bookkeeping"), "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0], "slots": [1.0]}
+    )
     bookkeeping = measured(tmp_path, "bookkeeping")
     assert bookkeeping["kind"] == "bookkeeping" and bookkeeping["environment"]["device_name"]
     assert set(bookkeeping["figures"]["8"]) == {"tuple", "slots"} and "model" not in bookkeeping
@@ -66,8 +71,23 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anything_runs(asked,
     assert told in refusal(capsys, tmp_path, *asked.split())
 
 
+def test_an_installed_package_tells_in_one_line_that_others_need_a_checkout(tmp_path):
+    (tmp_path / "rosellm").symlink_to(Path(measure.__file__).parents[1])
+    command = [sys.executable, "-m", "rosellm.lab.measure", "one_pass"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "'one_pass' is unknown" in done.stderr and "from a checkout of RoseLLM" in done.stderr
+
+
+def test_records_are_measured_without_the_packages_of_notebooks():
+    code = "import sys; sys.modules |= dict.fromkeys(('plotly', 'IPython')); import rosellm.lab.measure"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_record_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(experiments, "bookkeeping_cost", None)
+    monkeypatch.setattr(load_exhibit("bookkeeping"), "bookkeeping_cost", None)
     (tmp_path / "bookkeeping.json").mkdir()
     assert "is not a regular file" in refusal(capsys, tmp_path, "bookkeeping")
 

@@ -144,22 +144,22 @@ def say(text: str) -> None:
     display(Markdown(text))
 
 
-def show(figure: go.Figure, table: str | None = None) -> None:
-    """Display a figure as plotly JSON, and a table as its plain text.
-
-    table: None means the chart's own table.
+def show(figure: go.Figure) -> None:
+    """Display a figure as plotly JSON, and its table as plain text.
 
     ``make refresh`` adds a PNG for readers without JavaScript.
     """
-    display(bundle(figure, table), raw=True)
+    display(bundle(figure), raw=True)
 
 
-def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
+def bundle(figure: go.Figure) -> dict[str, Any]:
     """Return the data that :func:`show` displays, by MIME type; floats are rounded to five digits."""
     drawn = json.loads(figure.to_json(), parse_float=lambda digits: float(f"{float(digits):.5g}"))
     drawn["config"] = {"displayModeBar": False}
-    text = table if table is not None else getattr(figure, "table", "")
-    return {PLOTLY: drawn, "text/plain": text or figure.layout.title.text or "a figure"}
+    return {
+        PLOTLY: drawn,
+        "text/plain": getattr(figure, "table", "") or figure.layout.title.text or "a figure",
+    }
 
 
 def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:

@@ -282,3 +282,41 @@ def first_difference(
     logits = expected[step, row]
     gap = logits[reference[row][step]] - logits[tokens[row][step]]
     return {"token": step, "request": row, "logit_gap": gap.item()}
+
+
+def equality(
+    model: Transformer, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
+) -> dict[str, dict]:
+    """Compare every rung with the first of ``rungs``, the reference.
+
+    lengths: prompt lengths, through which the prompts cycle.
+    batch: number of prompts.
+    new_tokens: tokens generated per prompt.
+
+    Returns rung → figures. Tokens are those that the rung generates by itself; logits are compared while it
+    is fed the reference's tokens. ``max_logit_difference`` is to be judged against ``logit_deviation``, the
+    standard deviation of the reference's logits. ``smallest_gap_of_reference`` is the smallest difference
+    between the two best logits of any of the reference's choices.
+    """
+    prompts = make_prompts(batch, lengths, model.config.vocab_size, seed=1)
+    options = {"gate_from": 1}
+    reference = decode_tokens(model, rungs[0], prompts, new_tokens, **options)
+    expected = forced_logits(model, rungs[0], prompts, reference, **options)
+    best = expected.topk(2, dim=-1).values
+    figures = {}
+    for rung in rungs:
+        tokens = decode_tokens(model, rung, prompts, new_tokens, **options)
+        logits = forced_logits(model, rung, prompts, reference, **options)
+        same = np.equal(tokens, reference)
+        figures[rung] = {
+            "max_logit_difference": (expected - logits).abs().max().item(),
+            "logit_deviation": expected.std().item(),
+            "share_of_argmax_equal": (expected.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+            "tokens_equal": bool(same.all()),
+            "share_of_tokens_equal": float(same.mean()),
+            "first_difference": (parted := first_difference(expected, reference, tokens)),
+            "gap_at_first_difference": parted and parted["logit_gap"],
+            "smallest_gap_of_reference": (best[..., 0] - best[..., 1]).min().item(),
+            "distinct_tokens_of_reference": len({t for row in reference for t in row}),
+        }
+    return figures

@@ -26,7 +26,6 @@ from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, describe
 from rosellm.lab.records.experiment import Asked, in_parts, kept_parts
-from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
 from rosellm.lab.records.records import Results, results_folder
 from rosellm.lab.records.registry import EXPERIMENTS
@@ -41,8 +40,9 @@ EFFORT = {  # arguments of ``measure_steps``; rungs are measured one after the o
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
+LENGTHS = [name for name in EXPERIMENTS if name.startswith("lengths-")]
 QUICK = {  # experiments that take less than a minute each at full size
-    "cuda": ["bookkeeping", "kv_append", "autotune", "kv_pressure", *(f"lengths-{n}" for n in BATCHES)],
+    "cuda": ["bookkeeping", "kv_append", "autotune", "kv_pressure", *LENGTHS],
     "cpu": ["bookkeeping", "kv_append"],
 }
 LEAVING_S = 15.0  # for the step in progress when time is up, and interpreter shutdown
@@ -73,7 +73,7 @@ class Recorder:
         names = ["ceilings"] if self.asked.device == "cuda" else []
         names += ["steps-W0", *_runs(short, self.ends), "steps-W1", "steps-W3", "steps-W2"]
         names += _runs(longer, self.ends) + _runs((*short, *longer), self.rungs[len(self.ends) :])
-        names += QUICK[self.asked.device]
+        names += [name for name in QUICK[self.asked.device] if name in EXPERIMENTS]
         return {name: partial(self.run, name) for name in names if not self._is_done(name)}
 
     def run(self, name: str) -> None:

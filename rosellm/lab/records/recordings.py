@@ -5,24 +5,17 @@ Most functions take the settings of a measurement and return the figures of the 
 
 from __future__ import annotations
 
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
-from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from rosellm.bench import benchmark_kv_append
-from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, Workload
+from rosellm.bench.workloads import ALL_WORKLOADS, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.errors import RoseError, describe
-from rosellm.lab.records import ablations as between_rungs, experiments, robustness
-from rosellm.lab.records.bench import Bench, get_model, make_prompts, run_recipe
+from rosellm.lab.records import ablations as between_rungs
+from rosellm.lab.records.bench import Bench, equality, get_model, make_prompts, run_recipe
 from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts, table
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.ledger import (
@@ -33,16 +26,18 @@ from rosellm.lab.records.ledger import (
     tokens_before_profile,
     tokens_needed,
 )
-from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.runs import runnable
-from rosellm.lab.records.step_time import STEP_WORKLOADS, figures_of, ladder_steps, step_shape
-from rosellm.lab.records.trace import record_trace
+from rosellm.lab.records.step_time import STEP_WORKLOADS, ladder_steps, step_shape
+from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.lab.records.turns import each
+from rosellm.ladder.dense import H2D_RANGE
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE
+from rosellm.roseinfer.steps.step import STEP_RANGE
 
+APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_launch")
 STEPS = 2  # of a timeline
 APPENDED = 128, 256, 512, 1024, 2048  # tokens per call of the append microbenchmark
@@ -61,7 +56,7 @@ def counts(asked: Asked) -> dict:
 
     def counted(rung: str, batch: int, lengths: int | list[int]) -> dict[str, Any]:
         prompts = make_prompts(batch, lengths, model.config.vocab_size)
-        return experiments.count_step(run_recipe(model, rung, prompts, tokens).trace, model.config.n_layers)
+        return count_step(run_recipe(model, rung, prompts, tokens).trace, model.config.n_layers)
 
     return {
         case: {rung: counted(rung, n, lengths) for rung in each(f"counts, batch {case}", rungs)}
@@ -69,7 +64,29 @@ def counts(asked: Asked) -> dict:
     }
 
 
-def equality(asked: Asked) -> dict:
+def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
+    """Count what one profiled decode step launched, copied and allocated.
+
+    On a CPU, "kernels" are operators called from Python, and nothing is copied. ``range_us`` maps each part
+    of the step to the host's µs in it, which the profiler inflates.
+    """
+    tables, append = trace.within(H2D_RANGE), trace.within(APPEND_RANGE)
+    return {
+        "kernels": trace.kernels,
+        "gpu_time_us": trace.gpu_time(),
+        "host_to_device_copies": len(trace.host_to_device),
+        "host_to_device_bytes": sum(e.n_bytes for e in trace.host_to_device),
+        "table_copies": len(tables.host_to_device),
+        "table_bytes": sum(e.n_bytes for e in tables.host_to_device),
+        "append_kernels_a_layer": append.kernels / n_layers,
+        "append_copies_a_layer": len(append.host_to_device) / n_layers,
+        "allocations": trace.allocations,
+        "allocated_bytes": trace.allocated_bytes,
+        "range_us": {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE},
+    }
+
+
+def tokens_and_logits(asked: Asked) -> dict:
     """Compare the tokens and logits of every rung with those of ``dense``.
 
     Uses the shipped model in fp32, fp16 and bf16.
@@ -80,7 +97,7 @@ def equality(asked: Asked) -> dict:
     for dtype in each("equality", ("float32", "float16", "bfloat16")):
         model = get_model(SHIPPED, asked.device, dtype)
         rungs = runnable(model.device, model.config)
-        figures[dtype] = experiments.equality(model, rungs, lengths, batch, tokens)
+        figures[dtype] = equality(model, rungs, lengths, batch, tokens)
     return figures
 
 
@@ -114,23 +131,6 @@ def timelines(asked: Asked) -> dict:
     return {rung: timeline(model, rung, workload) for rung in each("timelines", drawn)}
 
 
-def autotune(asked: Asked) -> dict:
-    """Time paged attention autotuned and in every fixed launch configuration, at several sizes."""
-    model, size = asked.gpt, asked.size
-    launches = [
-        experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
-        for batch, length in each("autotune", ((8, 128), (64, 256), (64, 960), (256, 64)))
-    ]
-    return {"launches": launches}
-
-
-def bookkeeping(asked: Asked) -> Iterator[Record]:
-    """Measure the nanoseconds of Python code per cache slot reserved, for two kinds of metadata."""
-    batches = each("bookkeeping", (8, 256))
-    figures = {str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in batches}
-    yield asked.record("bookkeeping", figures=figures)
-
-
 def kv_append(asked: Asked) -> Iterator[Record]:
     """Run the microbenchmark of the kernel that appends keys and values to the cache."""
     sizes = ",".join(map(str, asked.size.batches(*APPENDED)))
@@ -160,122 +160,12 @@ def ledger_at(model: Transformer, rung: str, batch: int, context: int, steps: in
     return step_ledger(Bench(model, rung, prompts, room), steps).as_dict()
 
 
-def ledger_w6(asked: Asked) -> dict:
-    """Make the ledger of a decode step of workload W6, the largest batch, on the best rung."""
-    batch, context = step_shape(asked.workload("W6"))
-    return {asked.best: ledger_at(asked.gpt, asked.best, batch, context + 1)}
-
-
 def ledger_w8(asked: Asked) -> dict:
     """Make the ledgers of workloads with unequal requests: greedy, with a temperature, and filtered."""
     model, rung = asked.gpt, asked.best
     sized = {name: asked.workload(name) for name in ("W8", "W9", "W10")}
     return {
         name: workload_ledger(model, rung, sized[name]).as_dict() for name in each("ledger_w8", list(sized))
-    }
-
-
-def grid(asked: Asked) -> dict:
-    """Time decode steps of the best rung over batch size and context.
-
-    ``few``: up to 8 sequences, also on the rung ``split_kv``.
-    """
-    model, size, best = asked.gpt, asked.size, asked.best
-    contexts, few = size.contexts(64, 256, 512, 1000), size.contexts(256, 512, 768, 1000)
-
-    def rows(rung: str, batches: Sequence[int], contexts: list[int]) -> list[dict]:
-        sizes = each(f"grid, {rung}, batch", size.batches(*batches))
-        return [_grid_row(model, rung, n, context) for n in sizes for context in contexts]
-
-    return {
-        "rung": best,
-        "rows": rows(best, [1, 4, 16, 64, 256, 1024], contexts),
-        "few": {rung: rows(rung, [1, 2, 4, 8], few) for rung in (best, "split_kv")},
-    }
-
-
-def _grid_row(model: Transformer, rung: str, batch: int, context: int, steps: int = 12) -> dict[str, Any]:
-    """Return the device µs of decode steps, their median, and the bytes of keys and values that a step reads.
-
-    Steps are launched as far ahead of their results as the rung allows.
-    """
-    prompts = make_prompts(batch, context, model.config.vocab_size)
-    bench = Bench(model, rung, prompts, steps + 2)
-    if model.device.type == "cuda":
-        _raise_clocks(bench, steps)
-    steps_us = [seconds * 1e6 for seconds in bench.run_ahead(steps)]
-    read = min(context + steps / 2, model.config.window or math.inf)
-    kv_bytes = batch * read * model.config.kv_bytes_per_token(model.dtype.itemsize)
-    times = {"step_us": median(steps_us[2:]), "steps_us": steps_us}
-    return {"batch": batch, "context": context, **times, "kv_bytes": kv_bytes}
-
-
-def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
-    """Run decode steps for ``seconds``, so that the clocks of an idle GPU reach full speed."""
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        bench.run_ahead(steps)
-        bench.restart()
-
-
-def lengths(asked: Asked, batch: int) -> dict:
-    """Time decode steps with equal and unequal contexts of the same sum, attention whole and cut."""
-    size, model = asked.size, asked.gpt
-    rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
-    return figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
-
-
-FIRST_TOKENS = """
-import sys
-from rosellm import LLM, SamplingParams
-model, load_format, device, rung = sys.argv[1:]
-llm = LLM(model, rung=rung, device=device, load_format=load_format, max_batch_size=8)
-llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
-"""
-
-
-def cold_start(asked: Asked) -> dict:
-    """Time whole processes that build an engine for up to 8 sequences and generate two tokens.
-
-    All graphs of the engine are captured first; the second token takes a decode step. Seconds are grouped by
-    the cache of compiled Triton kernels:
-    compiled anew: the cache is empty at the start.
-    compiled before: the cache was filled by the process before.
-    """
-    command = [sys.executable, "-c", FIRST_TOKENS, asked.model, asked.load_format, asked.device, asked.best]
-    seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
-    for _ in range(2):
-        with TemporaryDirectory() as cache:
-            for name in seconds:
-                start = perf_counter()
-                subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True)
-                seconds[name].append(perf_counter() - start)
-    return {"rung": asked.best, "seconds": seconds}
-
-
-def kv_pressure(asked: Asked) -> dict:
-    """Measure throughput with as many KV blocks as all requests need, and with a quarter of them."""
-    return {
-        name: robustness.kv_pressure(asked.gpt, asked.workload(name))
-        for name in each("kv_pressure", ("W6", "W7"))
-    }
-
-
-def determinism(asked: Asked) -> dict:
-    """Measure the cost of batch invariance, and how many logits change with the batch without it."""
-    model, size = asked.gpt, asked.size
-    batches = size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
-    return {
-        "cost": {
-            name: robustness.determinism_cost(model, asked.workload(name))
-            for name in each("determinism, cost", ("W0", "W1", "W2", "W3", "W6", "W7"))
-        },
-        "bits": {
-            dtype: robustness.invariance(
-                get_model(asked.model, asked.device, dtype, asked.load_format), batches
-            )
-            for dtype in each("determinism, bits", ("float16", "bfloat16", "float32"))
-        },
     }
 
 
@@ -341,20 +231,12 @@ LEDGERS = ("D1", "D8", "D64", "L8K", "L32K", "PRE")
 MODERN: dict[str, Any] = {"model": MODERN_MODEL, "own_folder": True}
 EXPERIMENTS = [
     table("counts", counts),
-    table("equality", equality, model=None),
-    table("autotune", autotune, needs_gpu=True),
+    table("equality", tokens_and_logits, model=None),
     table("ceilings", ceilings, needs_gpu=True),
     table("timelines", timelines, workloads=["W1"]),
-    Experiment("bookkeeping", bookkeeping, model=None),
     Experiment("kv_append", kv_append, model=None),
     table("ledger", ledger, workloads=STEP_WORKLOADS),
-    table("ledger_w6", ledger_w6, workloads=["W6"]),
     table("ledger_w8", ledger_w8, workloads=["W8"]),
-    table("grid", grid),
-    table("cold_start", cold_start),
-    table("kv_pressure", kv_pressure, workloads=["W6", "W7"]),
-    table("determinism", determinism, workloads=list(WORKLOADS)),
-    *(table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True) for batch in BATCHES),
     *_of_workloads(steps, STEP_WORKLOADS),
     *_of_workloads(ablations, STEP_WORKLOADS),
     *_of_workloads(leave_one_out, ("W1", "W2", "W3")),

@@ -5,33 +5,29 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
-from rosellm.lab.records import (
-    all_reduce,
-    arrivals,
-    first_request,
-    llama_1b_protocol,
-    one_pass,
-    prompt_attention,
-    recordings,
-    runs,
-    sampling_steps,
-    two_gpus,
-    versions,
-)
+from rosellm.lab.records import all_reduce, llama_1b_protocol, recordings, runs, two_gpus, versions
 from rosellm.lab.records.experiment import Asked
 from rosellm.lab.records.runs import runnable
+from rosellm.roseinfer.exhibits import EXHIBITS, load_exhibit
 
-ROOMS = (
-    runs, recordings, sampling_steps, prompt_attention, arrivals, one_pass, first_request, llama_1b_protocol,
-    versions, all_reduce, two_gpus,
-)  # fmt: skip
+
+def _exhibits(*names: str) -> list[ModuleType]:
+    """Return the exhibits of these names, whose experiments one page shows; none outside a checkout."""
+    return [load_exhibit(name) for name in names if EXHIBITS.is_dir()]
+
+
+UNASKED = [recordings, *_exhibits("bookkeeping", "launch_costs", "grid", "lengths", "robustness")]
+ASKED = _exhibits("sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs")
+ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
-DEFAULT = [f"W{i}" for i in range(6)] + [one.name for one in recordings.EXPERIMENTS if not one.own_folder]
+DEFAULT = [f"W{i}" for i in range(6)]
+DEFAULT += [one.name for room in UNASKED for one in room.EXPERIMENTS if not one.own_folder]
 
 
 class Job(NamedTuple):
@@ -64,7 +60,8 @@ def plan(given: Namespace) -> list[Job]:
     """
     known = [*WORKLOADS, *EXPERIMENTS]
     if unknown := [name for name in given.names if name not in known]:
-        raise RoseError(f"experiment {unknown[0]!r} is unknown; use {', '.join(LABELS)}")
+        more = "" if ASKED else "; others are measured from a checkout of RoseLLM"
+        raise RoseError(f"experiment {unknown[0]!r} is unknown; use {', '.join(LABELS)}{more}")
     jobs = [job for name in given.names or DEFAULT for job in _jobs(name, given)]
     if not given.names:
         jobs = [job for job in jobs if job.asked.device == "cuda" or not EXPERIMENTS[job.name].needs_gpu]

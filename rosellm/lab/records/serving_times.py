@@ -11,14 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rosellm.bench.arrivals import Arrival
-from rosellm.bench.benchmark_streaming import run_streaming
-from rosellm.bench.job import Job
 from rosellm.errors import RoseError
-from rosellm.lab.records.watched_step import Begun, watched
+from rosellm.lab.records.watched_step import Begun
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 Coefficients = tuple[float, float, float]
 
@@ -100,29 +95,6 @@ class ServingTimes:
         """
         fixed, each_prompt, each_token = self.prefill_s
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
-
-
-def measure_serving_times(
-    engine: Engine, requests: SequenceOf[Arrival], batches: SequenceOf[int], rounds: int = 3
-) -> ServingTimes:
-    """Serve greedy requests at each batch size in turn, and fit the durations of the engine's steps.
-
-    engine: must be idle.
-    requests: prompt and output lengths, through which the served requests cycle; all arrive at once.
-    batches: the batch sizes.
-    rounds: requests per slot of the batch.
-    """
-    draw, vocab_size, runs = np.random.default_rng(0), engine.config.vocab_size, []
-    for rows in batches:
-        several = [requests[i % len(requests)] for i in range(rounds * rows)]
-        prompts = [draw.integers(vocab_size, size=one.prompt_tokens).tolist() for one in several]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in several
-        ]
-        with watched(engine) as steps:
-            run_streaming(Job(engine, prompts, params, SchedulerConfig(max_batch_size=rows)))
-        runs.append(steps)
-    return fit_serving_times(engine, runs, batches)
 
 
 def fit_serving_times(

@@ -1,9 +1,9 @@
-"""Measure whether this checkout's engine is as fast as that of an earlier commit, by alternating whole runs.
+"""Measure whether this checkout's engine is as fast as that of an earlier commit, in alternation.
 
-For each workload, each of the two versions runs in a process that imports the package of its commit and
-builds an engine with that version's best rung. Samples alternate; each consists of whole runs that take a
-second or more. Both versions must generate equally many tokens. The output says whether the tokens are the
-same; in 16-bit dtypes they may differ, because the order of summation does.
+For each workload the benchmark's command runs with the package of one commit, then with that of the other,
+each time in a new process and on that version's best rung. Both versions must generate equally many tokens.
+The output says whether the tokens are the same; in 16-bit dtypes they may differ, because the order of
+summation does.
 """
 
 from __future__ import annotations
@@ -14,75 +14,29 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, cast
+from typing import Any
 
 import rosellm
 from rosellm import errors
+from rosellm.bench.record import across_repeats
 from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.environment import CHECKOUT
 from rosellm.errors import OptionError, RoseError
-from rosellm.lab.records import version_side
 from rosellm.lab.records.experiment import Asked, Experiment, Record, in_parts
 from rosellm.lab.records.records import percent_change
-from rosellm.lab.records.turns import runs_in_turns
+from rosellm.lab.records.turns import in_turns
 
 NAME = "versions"
 OLD, NEW = "old", "new"
 MEASURED = ("W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7")
-SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
+RUNS = {"cuda": (1, 3), "cpu": (0, 1)}  # of a process: unmeasured and measured
 
-
-class Side:
-    """A process that runs a benchmark with one version of the package.
-
-    name: of the side, for error messages.
-    folder: contains the package.
-    form, options: the benchmark, "scheduler" or "streaming", and its command-line options.
-
-    Methods raise RoseError if the process has failed or ended.
-    """
-
-    def __init__(self, name: str, folder: Path, form: str, options: list[str]) -> None:
-        self._name, self._folder = name, folder
-        environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-        command_line, pipe = [sys.executable, version_side.__file__, form, *options], subprocess.PIPE
-        self._process = subprocess.Popen(
-            command_line, env=environment, cwd=folder, stdin=pipe, stdout=pipe, text=True
-        )
-
-    def engine(self) -> dict[str, Any]:
-        """Wait until the process has served the requests once; return its rung and number of KV blocks.
-
-        Raises RoseError if it imported another package than the one in ``folder``.
-        """
-        answer = self._answer()
-        if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
-            raise RoseError(f"the {self._name} side imports {package}, not its own package")
-        return answer
-
-    def sample(self, seconds: float) -> dict[str, Any]:
-        """Let the process run at least once, until its runs took ``seconds`` in total; return the figures."""
-        print(seconds, file=cast(IO[str], self._process.stdin), flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        """Kill the process, whatever it is doing."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        line = cast(IO[str], self._process.stdout).readline()
-        if not line:
-            raise RoseError(f"the {self._name} side ended with status {self._process.wait()}; see above")
-        answered = cast(dict[str, Any], json.loads(line))
-        if "error" in answered:
-            raise RoseError(f"the {self._name} side: {answered['error']}")
-        return answered
+Sides = Mapping[str, dict[str, Any]]
 
 
 @contextmanager
@@ -121,44 +75,62 @@ def measure(asked: Asked) -> Iterator[Record]:
         yield from in_parts(asked, begun, parts, told, order=list(ALL_WORKLOADS).index)
 
 
-def measure_workload(asked: Asked, packages: Mapping[str, Path], workload: str) -> dict[str, dict[str, Any]]:
-    """Measure one workload with both versions; return side → facts about its engine, and its samples.
+def measure_workload(asked: Asked, packages: Mapping[str, Path], workload: str) -> Sides:
+    """Measure one workload with both versions; return side → figures of every process, and their medians.
 
     packages: side → folder that contains its package.
 
-    Raises RoseError if the KV caches of the two differ in size, or their runs in the number of tokens.
+    Raises RoseError if a process fails, or if the two make different numbers of tokens.
     """
-    form = ALL_WORKLOADS[workload].form
-    options = asked.benchmark_options(workload, "--paged-attn", "--cuda-graph")  # each side's best rung
-    seconds = SAMPLE_S if asked.device == "cuda" else 0.0
-    engines, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], dict[str, Any]]]()
-    with ExitStack() as stack:
-        for name, folder in packages.items():
-            side = stack.enter_context(closing(Side(name, folder, form, options)))
-            engines[name], samples[name] = side.engine(), partial(side.sample, seconds)
-        _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
-        found = runs_in_turns(samples, asked["repeats"])
-    if len(all_of("completion_tokens", found)) > 1:
+    warm_ups, repeats = RUNS[asked.device]
+    more = "--paged-attn", "--cuda-graph", "--warmup-runs", warm_ups, "--repeat-runs", repeats
+    form, options = ALL_WORKLOADS[workload].form, asked.benchmark_options(workload, *more)
+    sides = {side: partial(run_version, side, folder, form, options) for side, folder in packages.items()}
+    found = in_turns(sides, asked["repeats"], warm_up=False)
+    figures = {side: across_repeats(own) for side, own in found.items()}
+    if len(_all_of("completion_tokens", figures)) > 1:
         raise RoseError(f"{workload}: the runs make different numbers of tokens")
-    return {name: {**engines[name], **figures} for name, figures in found.items()}
+    return figures
 
 
-def _check_caches(workload: str, blocks: Mapping[str, int]) -> None:
-    """Raise RoseError unless both engines, which share memory, have equally many KV blocks."""
-    if len(set(blocks.values())) > 1:
-        counts = ", ".join(f"{name} {n:,}" for name, n in blocks.items())
-        raise RoseError(f"{workload}: memory has no room for two such KV caches: blocks {counts}")
+def run_version(side: str, folder: Path, form: str, options: list[str]) -> dict[str, Any]:
+    """Run a benchmark's command with the package in ``folder``; return its rung, and medians of its runs.
+
+    side: the version's name, for error messages.
+    form, options: the benchmark, "scheduler" or "streaming", and its command-line options.
+
+    Raises RoseError with the last line of the process's standard error if it fails.
+    """
+    with TemporaryDirectory() as out:
+        path = Path(out) / "record.json"
+        command = [sys.executable, "-m", f"rosellm.roseinfer.benchmark_{form}", *options, "--json", str(path)]
+        environment = os.environ | {"PYTHONPATH": str(folder)}
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            raise RoseError(f"the {side} version: {said[-1].removeprefix('error: ')}")
+        record = json.loads(path.read_text(encoding="utf-8"))
+    (result,) = record["results"].values()
+    medians, last = result["medians"], result["repeats"][-1]
+    return {
+        "rung": record["rung"],
+        "tok_s": medians["completion_tokens"] / medians["total_time_s"],
+        "completion_tokens": last["completion_tokens"],
+        "tokens_sha256": last["tokens_sha256"],
+    }
 
 
-def all_of(name: str, figures: Mapping[str, Mapping[str, Any]]) -> set[Any]:
-    """Return the distinct values of a list-valued figure over all samples of both sides."""
-    return {value for side in figures.values() for one in side["repeats"] for value in one[name]}
+def _all_of(name: str, figures: Sides) -> set[Any]:
+    """Return the distinct values of a figure over all processes of both sides."""
+    return {one[name] for side in figures.values() for one in side["repeats"]}
 
 
-def told(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
+def told(name: str, figures: Sides) -> str:
     """Describe in one line the medians of a workload, and whether all runs generated the same tokens."""
     old, new = (figures[side]["medians"]["tok_s"] for side in (OLD, NEW))
-    tokens = "the same tokens" if len(all_of("tokens_sha256", figures)) == 1 else "not always the same tokens"
+    tokens = (
+        "the same tokens" if len(_all_of("tokens_sha256", figures)) == 1 else "not always the same tokens"
+    )
     return f"{name}, tok/s: {OLD} {old:,.0f}, {NEW} {new:,.0f} ({percent_change(old, new)}), {tokens}"
 
 

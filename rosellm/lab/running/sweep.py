@@ -169,12 +169,12 @@ def _execute(task: Callable[[], Any]) -> Finished:
 
 
 def _stage(folder: Path, notebooks: Path | None) -> None:
-    """Copy the package to ``folder`` and, unless None, ``notebooks`` with the results and exhibits."""
+    """Copy the package and the exhibits to ``folder`` and, unless None, ``notebooks`` with the results."""
     shutil.copytree(Path(rosellm.__file__).parent, folder / "rosellm", ignore=UNWANTED)
+    for name in ("exhibits",) if notebooks is None else ("exhibits", "results"):
+        if (CHECKOUT / NOTEBOOKS / name).is_dir():
+            shutil.copytree(CHECKOUT / NOTEBOOKS / name, folder / NOTEBOOKS / name, ignore=UNWANTED)
     if notebooks is not None:
-        for name in ("results", "exhibits"):
-            if (CHECKOUT / NOTEBOOKS / name).is_dir():
-                shutil.copytree(CHECKOUT / NOTEBOOKS / name, folder / NOTEBOOKS / name, ignore=UNWANTED)
         shutil.copytree(
             notebooks, folder / NOTEBOOKS, ignore=UNWANTED, ignore_dangling_symlinks=True, dirs_exist_ok=True
         )

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from rosellm.lab.records import bench, experiments
+from rosellm.lab.records import bench
 from rosellm.lab.records.bench import LEAST_TOKENS, Bench, decode_tokens, make_prompts, run_recipe
 from rosellm.lab.records.parameters import ParameterError
+from rosellm.lab.records.recordings import count_step
 from rosellm.lab.records.trace import Event, Trace
 from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
@@ -73,7 +74,7 @@ def test_work_is_counted_in_the_range_that_launched_it_even_if_it_runs_later():
 
 def test_equality_holds_for_every_rung_also_at_a_single_token(model):
     for rungs, lengths, tokens in ((RUNGS, [1, 3], 6), ([*RUNGS, "split_kv"], [1, 63], 1)):
-        figures = experiments.equality(model, rungs, lengths, batch=2, new_tokens=tokens)
+        figures = bench.equality(model, rungs, lengths, batch=2, new_tokens=tokens)
         assert all(one["tokens_equal"] and one["first_difference"] is None for one in figures.values())
 
 
@@ -101,7 +102,7 @@ def test_host_to_device_copies_in_the_table_range_fall_from_one_a_layer_to_one()
         "reused_index_buffers": ("append_copies_a_layer", pytest.approx(1 / 3)),
     }
     runs = {rung: run_recipe(model, rung, prompts, 8, gate_from=1) for rung in ("paged", *expected)}
-    counts = {rung: experiments.count_step(run.trace, 3) for rung, run in runs.items()}
+    counts = {rung: count_step(run.trace, 3) for rung, run in runs.items()}
     assert {rung: (name, counts[rung][name]) for rung, (name, _) in expected.items()} == expected
     assert counts["triton_append"]["append_copies_a_layer"] == 3
     assert counts["no_mask"]["kernels"] < counts["paged"]["kernels"]

@@ -8,11 +8,12 @@ import torch
 
 from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.errors import RoseError
-from rosellm.lab.records import experiment, experiments, quick
+from rosellm.lab.records import experiment, quick
 from rosellm.lab.records.bench import get_parts
 from rosellm.lab.records.machines import find_machines, this_machine
 from rosellm.lab.records.quick import Recorder, TimeIsUp, limited_to, work_off
 from rosellm.lab.records.records import REFERENCE
+from rosellm.roseinfer.exhibits import load_exhibit
 
 CPU = torch.device("cpu")
 TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
@@ -47,7 +48,7 @@ def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_befor
 def test_records_are_those_of_the_benchmark_and_of_measure_and_are_not_made_twice(
     recorder, capsys, monkeypatch
 ):
-    monkeypatch.setattr(experiments, "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0]})
+    monkeypatch.setattr(load_exhibit("bookkeeping"), "bookkeeping_cost", lambda *_sizes: {"tuple": [1.0]})
     jobs = {name: run for name, run in recorder.jobs().items() if name in ("W0-dense", "bookkeeping")}
     assert work_off(jobs, 60.0) == []
     run, table = (read(recorder, name) for name in ("W0-dense", "bookkeeping"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rosellm.bench.arrivals import Arrival
-from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, fitted, measure_serving_times
+from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, fitted
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.helpers import generate, random_model, random_prompts, small_engine
 
 TIMES = ServingTimes(
@@ -72,7 +73,7 @@ def test_the_times_of_a_streaming_engine_are_measured_at_each_batch_size() -> No
     tokenizer = load_dummy_tokenizer(gpt.config)
     engine = Engine(gpt, tokenizer, recipe="packed_prefill", max_batch_size=4)
     requests = [Arrival(0.0, 4 + 3 * i, 8) for i in range(6)]
-    times = measure_serving_times(engine, requests, (1, 4))
+    times = load_exhibit("arrival_runs").measure_serving_times(engine, requests, (1, 4))
     assert times.rows == (1, 4) and times.run_ahead == 0  # on a CPU a step ends as it begins
     assert all(0 < times.decode(rows, 10 * rows, 12) < 1 for rows in (1, 3, 4))
     assert 0 < times.prefill(1, 10) < 1

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from rosellm.bench.workloads import Workload
-from rosellm.lab.records.robustness import (
-    bits_changed,
-    determinism_cost,
-    final_logits,
-    invariance,
-    kv_pressure,
-)
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.helpers import random_model, random_prompts, small_config
 
+robustness = load_exhibit("robustness")
+bits_changed, final_logits = robustness.bits_changed, robustness.final_logits
 MODEL = random_model(0, small_config(n_positions=256))
 PROBE, *OTHERS = random_prompts([70, 3, 65, 20], seed=3)
 TOKENS = 6
@@ -105,7 +101,7 @@ def test_without_the_mode_bits_do_change_in_a_batch():
 
 @pytest.mark.slow
 def test_invariance_asks_every_circumstance_with_and_without_the_mode():
-    figures = invariance(MODEL, [1, 2, 4], prompt_tokens=70, new_tokens=6)
+    figures = robustness.invariance(MODEL, [1, 2, 4], prompt_tokens=70, new_tokens=6)
     hows = {"1 together", "2 together", "4 together"}
     hows |= {"prompt in chunks of 64", "prefix from the cache", "preempted"}
     assert set(figures) == {"fast", "invariant"}
@@ -118,7 +114,7 @@ def test_invariance_asks_every_circumstance_with_and_without_the_mode():
 @pytest.fixture(scope="module")
 def pressure() -> dict:
     three = Workload("mine", num_requests=3, max_new_tokens=30, prompt_tokens=20)
-    return kv_pressure(MODEL, three, share=0.5, repeats=2, block_size=16, recipe=BEST_RUNG)
+    return robustness.tight_pool(MODEL, three, share=0.5, repeats=2, block_size=16, recipe=BEST_RUNG)
 
 
 @pytest.mark.slow
@@ -132,7 +128,7 @@ def test_a_tight_pool_preempts_and_an_ample_one_does_not_and_it_changes_no_token
 
 def test_a_tight_pool_has_room_for_one_request_at_least():
     two = Workload("mine", num_requests=2, max_new_tokens=30, prompt_tokens=20)
-    figures = kv_pressure(MODEL, two, share=0.01, repeats=1, block_size=16)
+    figures = robustness.tight_pool(MODEL, two, share=0.01, repeats=1, block_size=16)
     assert figures["tight"]["num_kv_blocks"] == 4
 
 
@@ -147,7 +143,7 @@ def test_ratio_and_throughput_are_of_medians_of_all_repeats(pressure):
 
 def test_determinism_cost_is_the_share_of_throughput_lost():
     workload = Workload("mine", num_requests=3, max_new_tokens=4, max_batch_size=2, prompt_tokens=5)
-    figures = determinism_cost(MODEL, workload, repeats=2)
+    figures = robustness.determinism_cost(MODEL, workload, repeats=2)
     assert set(figures) == {"cost", "fast", "invariant"}
     assert figures["cost"] == 1 - figures["invariant"]["tok_s"] / figures["fast"]["tok_s"]
     assert all(len(figures[name]["repeats"]) == 2 for name in ("fast", "invariant"))

@@ -7,7 +7,7 @@ several programs share it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,16 @@ import torch
 
 from rosellm.errors import OptionError, RecipeError
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
+from rosellm.lab.records.experiment import Asked, table
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.step_time import (
+    StepTimes,
+    figures_of,
+    measure_steps,
+    prompt_length,
+    room,
+    step_times,
+)
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
@@ -108,3 +117,41 @@ def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant
     prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
     kernels, prepare = attention_kernels(model.device), launched(choose)
     return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)
+
+
+def mean_within(n_positions: int) -> int:
+    """Return ``MEAN``, or the largest mean that ``n_positions`` allow. Raises ``OptionError`` if too few."""
+    fits = (n_positions - room()) // TIMES
+    if fits < TIMES:
+        needed = positions_for(TIMES)
+        raise OptionError(f"rows of unequal lengths need {needed} positions; there are {n_positions}")
+    return min(MEAN, fits)
+
+
+def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
+    """Return batch → recorded ``length_steps``, for the recorded batches."""
+    there = [batch for batch in BATCHES if f"lengths-{batch}" in results.names()]
+    return {n: step_times(results.load(f"lengths-{n}")["figures"]["turns_us"]) for n in there}
+
+
+def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:
+    """Return which way has the faster step for a distribution: "whole", "cut", or "either".
+
+    "either" if the engines' ranges overlap, or differ by at most twice the larger spread.
+    """
+    whole, cut = (steps[f"{share}, {way}"] for way in WAYS)
+    (least, most), (least_cut, most_cut) = whole.range_us, cut.range_us
+    spread = max(most - least, most_cut - least_cut)
+    if abs(whole.us - cut.us) <= 2 * spread or (least <= most_cut and least_cut <= most):
+        return "either"
+    return "whole" if whole.us < cut.us else "cut"
+
+
+def lengths(asked: Asked, batch: int) -> dict:
+    """Time decode steps with equal and unequal contexts of the same sum, attention whole and cut."""
+    size, model = asked.size, asked.gpt
+    rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
+    return figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
+
+
+EXPERIMENTS = [table(f"lengths-{batch}", partial(lengths, batch=batch), needs_gpu=True) for batch in BATCHES]

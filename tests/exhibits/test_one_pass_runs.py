@@ -11,12 +11,13 @@ import torch
 from rosellm.bench.benchmark_scheduler import run_scheduler
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
-from rosellm.lab.records import arrivals, one_pass, passes
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import random_model, random_prompts, small_engine
 from tests.lab.measuring import measured
 
+arrivals, passes, one_pass = map(load_exhibit, ("arrival_runs", "passes", "one_pass_runs"))
 MODEL = random_model(0)
 
 

@@ -1,7 +1,4 @@
-"""Measure an engine's throughput with little KV memory, and the cost and effect of batch invariance.
-
-The measurements, for notebooks and ``rosellm.lab.measure``, return plain dicts.
-"""
+"""Measure an engine's throughput with little KV memory, and the cost and effect of batch invariance."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from torch import Tensor
 
 from rosellm.bench.benchmark_scheduler import run_scheduler
 from rosellm.bench.job import Job
-from rosellm.bench.workloads import Workload
-from rosellm.lab.records.bench import make_prompts
-from rosellm.lab.records.turns import runs_in_turns
+from rosellm.bench.workloads import WORKLOADS, Workload
+from rosellm.lab.records.bench import get_model, make_prompts
+from rosellm.lab.records.experiment import Asked, table
+from rosellm.lab.records.turns import each, runs_in_turns
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -49,7 +47,7 @@ def _blocks_each(workload: Workload, block_size: int = 64) -> int:
     return blocks_for((workload.prompt_tokens or 1) + workload.max_new_tokens - 1, block_size)
 
 
-def kv_pressure(
+def tight_pool(
     model: Transformer, workload: Workload, share: float = 0.25, repeats: int = 3, **options: Any
 ) -> dict[str, Any]:
     """Run all requests at once with as many KV blocks as they need together, and with fewer.
@@ -57,8 +55,8 @@ def kv_pressure(
     share: the reduced number of blocks as a fraction of the full number; at least enough for one request.
     options: further arguments of ``Engine``.
     """
-    n, each = workload.num_requests, _blocks_each(workload, options.get("block_size", 64))
-    pools = {"ample": n * each, "tight": max(each, int(n * each * share))}
+    n, one = workload.num_requests, _blocks_each(workload, options.get("block_size", 64))
+    pools = {"ample": n * one, "tight": max(one, int(n * one * share))}
     engines = {
         name: Engine(model, max_batch_size=n, num_kv_blocks=blocks, **options)
         for name, blocks in pools.items()
@@ -157,3 +155,30 @@ def bits_changed(a: Tensor, b: Tensor) -> int:
     """Return how many elements of ``a`` and ``b``, of equal shape and dtype, differ in any bit."""
     kind = BITS[a.dtype.itemsize]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+
+
+def kv_pressure(asked: Asked) -> dict:
+    """Measure throughput with as many KV blocks as all requests need, and with a quarter of them."""
+    names = each("kv_pressure", ("W6", "W7"))
+    return {name: tight_pool(asked.gpt, asked.workload(name)) for name in names}
+
+
+def determinism(asked: Asked) -> dict:
+    """Measure the cost of batch invariance, and how many logits change with the batch without it."""
+    batches = asked.size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
+    return {
+        "cost": {
+            name: determinism_cost(asked.gpt, asked.workload(name))
+            for name in each("determinism, cost", ("W0", "W1", "W2", "W3", "W6", "W7"))
+        },
+        "bits": {
+            dtype: invariance(get_model(asked.model, asked.device, dtype, asked.load_format), batches)
+            for dtype in each("determinism, bits", ("float16", "bfloat16", "float32"))
+        },
+    }
+
+
+EXPERIMENTS = [
+    table("kv_pressure", kv_pressure, workloads=["W6", "W7"]),
+    table("determinism", determinism, workloads=list(WORKLOADS)),
+]

@@ -20,11 +20,9 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER
 from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING
 from rosellm.bench.job import Job, make_job
 from rosellm.bench.record import mode_result
-from rosellm.bench.workloads import WORKLOADS
-from rosellm.lab.records import arrivals
+from rosellm.lab.records.arrivals import BEST, WORKLOAD
 from rosellm.lab.records.bench import free_memory, make_prompts
 from rosellm.lab.records.experiment import Asked, Experiment, Record
-from rosellm.lab.records.passes import JOINED, counted, passes_of
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.loading import AnyTokenizer
@@ -36,8 +34,8 @@ from rosellm.roseinfer.recipe import RECIPES, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
-NAME = "one_pass"
-WORKLOAD = WORKLOADS["W8"]
+arrival_runs, passes = load_exhibit("arrival_runs"), load_exhibit("passes")
+NAME, JOINED = "one_pass", passes.JOINED
 APART = "apart"
 ROWS = (8, 64, 256)
 CONTEXT, IN_FLIGHT = 256, 6  # cached tokens per sequence; steps in flight
@@ -72,9 +70,11 @@ def measure_runs(options: Namespace, jobs: dict[str, Job], turns: int) -> dict[s
     """
     (run,) = SCHEDULER.runs(options).values()
     once = {way: partial(run, job) for way, job in jobs.items()}
-    passes = {way: counted(passes_of(job.engine, once[way])) for way, job in jobs.items()}  # also warms up
+    taken = {way: passes.passes_of(job.engine, once[way]) for way, job in jobs.items()}  # also warms up
     found = in_turns(once, turns, warm_up=False)
-    return {way: {"passes": passes[way], **mode_result("online", 1, found[way])} for way in jobs}
+    return {
+        way: {"passes": passes.counted(taken[way]), **mode_result("online", 1, found[way])} for way in jobs
+    }
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
@@ -160,20 +160,20 @@ def measure_long_prompt(
 
 def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
     """Return options for ``benchmark_streaming`` with a long prompt that fits the model's positions."""
-    few = min(arrivals.LONG_RUNNING.num_requests, size.requests)
-    running = replace(arrivals.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
-    tokens = min(arrivals.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
-    chunk = LONG_CHUNK if tokens < FEW_TOKENS else arrivals.LONG_CHUNK
+    few = min(arrival_runs.LONG_RUNNING.num_requests, size.requests)
+    running = replace(arrival_runs.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
+    tokens = min(arrival_runs.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
+    chunk = LONG_CHUNK if tokens < FEW_TOKENS else arrival_runs.LONG_CHUNK
     soon = tokens < FEW_TOKENS and gpt.device.type == "cuda"
-    after_ms = SOON_MS if soon else arrivals.LONG_AFTER_MS
-    return arrivals.long_prompt_options(tokens, (chunk,), running, after_ms)
+    after_ms = SOON_MS if soon else arrival_runs.LONG_AFTER_MS
+    return arrival_runs.long_prompt_options(tokens, (chunk,), running, after_ms)
 
 
 def measure(asked: Asked) -> Iterator[Record]:
     """Measure all figures, and yield the complete record."""
     gpt, tokenizer, turns = asked.gpt, asked.tokenizer, asked["repeats"]
     ways = ways_of(gpt.device)
-    options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id, *arrivals.BEST))
+    options = SCHEDULER.parse_options(asked.benchmark_options(WORKLOAD.id, *BEST))
     runs = measure_runs(options, _jobs(options, gpt, tokenizer, ways), turns)
     free_memory()
     beside = measure_beside(gpt, ways, asked.size, turns)

@@ -10,12 +10,12 @@ import pytest
 from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.prompts import new_tokens
 from rosellm.errors import RoseError
-from rosellm.lab.records import first_request
-from rosellm.lab.records.first_request import first_run
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.helpers import random_model
 from tests.lab.measuring import measured
 
+first_request = load_exhibit("first_request")
 SMALL = ["--workload=W8", "--device=cpu", "--num-requests=3", "--max-new-tokens=5", "--min-new-tokens=2"]
 SMALL += ["--prompt-tokens=20", "--max-batch-size=2"]
 
@@ -42,7 +42,7 @@ def test_captures_during_a_run_are_that_runs_own(monkeypatch: pytest.MonkeyPatch
     engine, options = Engine(random_model(0), max_batch_size=2), BENCHMARK.parse_options(SMALL)
     captured = iter([3, 10])
     monkeypatch.setattr(Engine, "late_captures", property(lambda _: next(captured)))
-    run = first_run(engine, options)
+    run = first_request.first_run(engine, options)
     assert run["late_captures"] == 7
     assert run["throughput_tok_s"] * run["seconds"] == pytest.approx(sum(new_tokens(options)))
 

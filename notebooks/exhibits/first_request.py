@@ -1,8 +1,7 @@
 """Measure what the first request of a process waits for, with and without a warm-up.
 
 Fresh processes load a model, build its engine and run workload W8 three times: first with an empty cache of
-compiled Triton kernels, then with the cache so filled. Run as a command, this module is such a process: it
-takes when it was started, 1 or 0 for a warm-up, and the options of the scheduler's benchmark; it prints JSON.
+compiled Triton kernels, then with the cache so filled. Such a process runs ``main``.
 """
 
 from __future__ import annotations
@@ -25,17 +24,20 @@ from rosellm.bench.benchmark_scheduler import BENCHMARK
 from rosellm.bench.job import check_served, choose_recipe, scheduler_config
 from rosellm.bench.prompts import make_prompts, request_params
 from rosellm.bench.record import engine_facts, tokens_sha256
-from rosellm.bench.workloads import WORKLOADS
 from rosellm.command_line import command
 from rosellm.errors import RoseError
+from rosellm.lab.records.arrivals import WORKLOAD
 from rosellm.lab.records.experiment import Asked, Experiment, Record
 from rosellm.lab.records.records import Results
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
-WORKLOAD = WORKLOADS["W8"]
-CHILD = (sys.executable, "-m", "rosellm.lab.records.first_request")
+CODE = """
+import sys
+from rosellm.roseinfer.exhibits import load_exhibit
+sys.exit(load_exhibit("first_request").main())
+"""
 RUNS = 3  # of a process
 
 T = TypeVar("T")
@@ -55,7 +57,7 @@ def first_process(
     """
     own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
     done = subprocess.run(
-        [*CHILD, repr(time.time()), str(int(warm_up)), *options],
+        [sys.executable, "-c", CODE, repr(time.time()), str(int(warm_up)), *options],
         env=os.environ | own,
         capture_output=True,
         text=True,
@@ -162,11 +164,10 @@ EXPERIMENTS = [Experiment("first_request", record, {"repeats": 1})]
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Print the figures of this process."""
+    """Print the figures of this process as JSON.
+
+    argv: when the process was started, 1 or 0 for a warm-up, and options of the scheduler's benchmark.
+    """
     started, warm_up, *options = sys.argv[1:] if argv is None else argv
     figures = first_figures(BENCHMARK.parse_options(options), warm_up == "1", float(started))
     print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

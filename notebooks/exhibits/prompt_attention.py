@@ -9,7 +9,6 @@ length.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -95,11 +94,9 @@ def measure_length(
     flop: floating-point operations per call.
     us: kernel → µs per call of each turn.
     largest_difference: library → largest absolute difference between its output and ours.
-
-    Raises ``OptionError`` if no library runs here.
     """
     prompts = max(1, tokens // length)
-    calls = _that_run(ways(arch, length, prompts, device))
+    calls = ways(arch, length, prompts, device)
     ours = calls[OURS]().float()
     apart = {name: (calls[name]().float() - ours).abs().max().item() for name in calls if name != OURS}
     times = {name: max(1, round(seconds / _call_s(call, 1, device))) for name, call in calls.items()}
@@ -112,39 +109,15 @@ def measure_length(
     }
 
 
-def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
-    """Return the calls that succeed on this device; print a line for each library that rejects these heads.
-
-    Raises ``OptionError`` if no library is left.
-    """
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except RuntimeError as error:
-            if name == OURS or isinstance(error, torch.OutOfMemoryError):
-                raise
-            print(f"{name} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-        else:
-            found[name] = call
-    if found.keys() == {OURS}:
-        raise OptionError("no attention library supports these heads on this device")
-    return found
-
-
 def _call_s(call: Way, times: int, device: torch.device) -> float:
     """Return the mean seconds of ``times`` consecutive calls on the device."""
-    _finish(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(times):
         call()
-    _finish(device)
+    wait()
     return (time.perf_counter() - start) / times
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:

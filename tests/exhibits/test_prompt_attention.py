@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
-from rosellm.errors import OptionError
-from rosellm.lab.records import prompt_attention
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.helpers import MODERN, small_config
 from tests.lab.measuring import measured
+
+prompt_attention = load_exhibit("prompt_attention")
 
 
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "qwen3"])
@@ -36,23 +36,3 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(
         assert 0 <= found["largest_difference"][prompt_attention.FLASH] < 1e-4
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in said[:2]] == ["14 × 9", "2 × 64"]
-
-
-def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_says_so(
-    tmp_path, capsys, monkeypatch
-) -> None:
-    library = prompt_attention._library
-
-    def refused(backend, *operands):
-        if backend == refused.backend:
-            raise RuntimeError("No viable backend\nmore")
-        return library(backend, *operands)
-
-    monkeypatch.setattr(prompt_attention, "_library", refused)
-    shape, device = small_config(), torch.device("cpu")
-    names = list(prompt_attention.ways(shape, 9, 1, device))
-    refused.backend = SDPBackend.FLASH_ATTENTION
-    with pytest.raises(OptionError, match="no attention library supports these heads"):
-        prompt_attention.measure_length(shape, 9, 9, device, 1, seconds=0.0)
-    assert names == ["rosellm", "FlashAttention"]
-    assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rosellm.errors import OptionError, RecipeError
-from rosellm.lab.records import lengths, step_time
+from rosellm.lab.records import step_time
 from rosellm.lab.records.bench import Bench, make_prompts
-from rosellm.lab.records.lengths import contexts_of, launched, length_steps
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from tests.helpers import MODERN, TRITON_DEVICES, random_model, small_config
 
+lengths = load_exhibit("lengths")
+attention_kernels, contexts_of = lengths.attention_kernels, lengths.contexts_of
+launched, length_steps = lengths.launched, lengths.length_steps
 CUT = Variant(16, 3)
 
 

@@ -4,10 +4,8 @@ import time
 
 import pytest
 
-from rosellm.lab.records import sampling_steps
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.sampling_steps import GREEDY, MODES, measure_modes, modes_of
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
@@ -15,7 +13,9 @@ from rosellm.roseinfer.steps.worker import Worker
 from tests.helpers import random_model
 from tests.lab.measuring import measured
 
-costs = load_exhibit("sampling_costs")
+costs, sampling_steps = load_exhibit("sampling_costs"), load_exhibit("sampling_steps")
+GREEDY, MODES = sampling_steps.GREEDY, sampling_steps.MODES
+measure_modes, modes_of = sampling_steps.measure_modes, sampling_steps.modes_of
 
 CHOOSERS = {
     GREEDY: "greedy",
