@@ -55,11 +55,11 @@ SCHEDULER = cases(
     ("--hf-model-id " + "a" * 5000, "use 'rose-tiny', a local folder"),
     ("--hf-model-id .", "has no config.json"),
     ("--json file/x", "cannot write file/x: there is no folder file"),
-    ("--profile .", "cannot write .: it exists and is not a regular file"),
     ("--prompt=", "--prompt is empty"),
     ("--prompt \udcff", "text '\\udcff' cannot be encoded"),
     ("--prompt-repeats 1,,4", "'' is not a whole number"),
-    ("--top-k -2", "--top-k: '-2' is not a whole number, -1 or more"),
+    ("--json .", "cannot write .: it exists and is not a regular file"),
+    ("--top-k -2", "--top-k: '-2' is not a whole number, 0 or more"),
     ("--shared-prefix-tokens 4", "--shared-prefix-tokens needs --prompt-tokens"),
     ("--max-new-tokens 9 --min-new-tokens 10", "the shortest length is 10, the longest 9"),
 )  # fmt: skip
@@ -68,14 +68,11 @@ STREAMING = cases(
     SMALL,
     ("--workload W0", "'W0' is run by benchmark_scheduler"),
     ("--prompt \udcff --tokenize-workers 1", "text '\\udcff' cannot be encoded"),
-    ("--request-rate 0", "'0' is not a number of requests a second, at least one a day, or inf"),
+    ("--request-rate 0", "'0' is not a number of requests a second above 0, or inf"),
     ("--submit-interval-ms 1e300", f"'1e300' is not a number of milliseconds, 0 or more {DAY}"),
     ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
-    ("--num-requests 1000 --request-rate 0.001", "the last of 1000 requests would be due after a day"),
-    ("--trace file", "cannot read file: it has no arrivals"),
     (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
     ("--long-prompt-tokens 420", "give --prefill-chunk"),
-    (f"{LONG} --profile trace.json", "--profile traces decode"),
 )  # fmt: skip
 RIVALS = cases(
     benchmark_rivals.main,
@@ -83,7 +80,6 @@ RIVALS = cases(
     ("--workloads W1", "required: --rival"),
     ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
     ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
-    ("--rival transformers --workloads W1 --rung dense", "--rung applies to rival rosellm"),
     ("--rival transformers --workloads W1,W7", "W7: 512 prompt tokens and 128 new ones exceed the"),
     ("--rival rosellm --workloads W1 --output file", "File exists: 'file'"),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.cli import Benchmark, Line
+from rosellm.bench.cli import Benchmark
 from rosellm.bench.job import Job, Run, check_served, prepare_run
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import command
@@ -91,18 +91,6 @@ MODES: dict[str, Callable[[_Scheduler, Prompts, Params], list[RequestOutput]]] =
     "offline": _Scheduler.run,
     "online": _online,
 }
-LINES: list[Line] = [
-    (f"{title} p50/mean", [f"medians.{p50}", f"means.{mean}"], unit)
-    for title, p50, mean, unit in (
-        ("Decode time", "decode_time_s", "decode_time_s", "s"),
-        ("Total time", "total_time_s", "total_time_s", "s"),
-        ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
-        ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
-        ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
-        ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
-        ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
-    )
-]
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -115,7 +103,7 @@ def _runs(options: Namespace) -> dict[str, Run]:
     return {mode: partial(run_scheduler, mode=mode) for mode in modes}
 
 
-BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, lambda _result: LINES)
+BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs)
 main = command(BENCHMARK.run)
 
 

@@ -5,23 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import profile
 
-from rosellm.atomic import replacing
 from rosellm.bench.options import departures
-from rosellm.bench.prompts import (
-    Prompts,
-    encode_prompts,
-    make_prompts,
-    most_tokens,
-    new_tokens,
-    request_params,
-)
+from rosellm.bench.prompts import Prompts, encode_prompts, make_prompts, most_tokens, request_params
 from rosellm.bench.record import dtype_name
 from rosellm.errors import RecipeError, RoseError
 from rosellm.models.loading import AnyTokenizer, resolve_device
@@ -33,7 +22,6 @@ from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.trial import kv_blocks_within_memory
 
 SPARE_KV_BLOCKS = 8
@@ -51,12 +39,6 @@ class Job:
     prompts: Prompts
     params: SamplingParams | list[SamplingParams]
     config: SchedulerConfig | None = None
-
-    def shortened(self, num_requests: int, max_tokens: int) -> Job:
-        """Return the job with only the first requests, and only the first tokens of each."""
-        each = one_each(self.params, len(self.prompts))[:num_requests]
-        params = [replace(own, max_tokens=min(own.max_tokens, max_tokens)) for own in each]
-        return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
 Run = Callable[[Job], dict[str, Any]]  # serves all requests once; returns figures for the record
@@ -154,7 +136,6 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
     return SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,
-        prefill_token_budget=options.prefill_token_budget,
         prefill_chunk=options.prefill_chunk,
         admission_policy=options.prefill_admission_policy,
     )
@@ -167,10 +148,10 @@ def print_header(engine: Engine, options: Namespace) -> None:
     where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
     print(f"Model: {options.hf_model_id}, {options.load_format}, {where}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    new = sorted(set(new_tokens(options)))
-    each = f"{new[0]} to {new[-1]}" if len(new) > 1 else new[0]
-    requests = f"{options.num_requests}, {each} new tokens each, {options.max_batch_size} at a time"
-    print(f"Requests: {requests}", flush=True)
+    each = f"{options.max_new_tokens} new tokens each"
+    if options.min_new_tokens is not None:
+        each = f"{options.min_new_tokens} to {each}"
+    print(f"Requests: {options.num_requests}, {each}, {options.max_batch_size} at a time", flush=True)
     if told := departures(options, engine):
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
 
@@ -179,14 +160,9 @@ def prepare_run(engine: Engine) -> None:
     """Empty the prefix cache, wait for the device, and reset its memory peak, before a run."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.clear()
-    reset_peak_memory(engine.device)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Wait until ``device`` is idle, then reset its memory peak."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+        torch.cuda.reset_peak_memory_stats(engine.device)
 
 
 def check_served(outputs: list[RequestOutput]) -> None:
@@ -194,11 +170,3 @@ def check_served(outputs: list[RequestOutput]) -> None:
     for number, output in enumerate(outputs, 1):
         if output.finish_reason == "failed":
             raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
-
-
-def write_trace(run: Run, job: Job, path: Path) -> None:
-    """Run the job once under the profiler and write a Chrome trace of all threads to ``path``."""
-    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
-        run(job)
-    with replacing(path) as unfinished:
-        trace.export_chrome_trace(str(unfinished))

@@ -100,27 +100,25 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
 
 
 @pytest.mark.slow
-def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path, capsys):
+def test_the_append_form_prints_a_line_a_batch_and_writes_its_record(tmp_path, capsys):
     path = tmp_path / "record.json"
     shape = ["--num-heads=2", "--head-dim=8", "--block-size=4", "--repeats=2", "--device=cpu"]
     assert append.main(["--batch-sizes=8,16", *shape, f"--json={path}"]) == 0
     rows = json.loads(path.read_text())["rows"]
     wanted = [(batch, variant) for batch in (8, 16) for variant in append.VARIANTS]
     assert [(row["batch_size"], row["variant"]) for row in rows] == wanted
-    assert all(len(row["repeats_s"]["wall"]) == 2 and row["floor_s"] > 0 for row in rows)
-    forms = [r"KV append, torch kernels, cpu, torch\.float32", r"Copy bandwidth: \d+\.\d GB/s"]
+    assert all(len(row["repeats_s"]["wall"]) == 2 for row in rows)
+    forms = [r"KV append, torch kernels, cpu, torch\.float32"]
     times = r"baseline \d+\.\d\dus, triton \d+\.\d\dus, speedup \d+\.\d{3}x"
     forms += [f"B={batch}: {times}" for batch in (8, 16)]
     lines = capsys.readouterr().out.splitlines()
-    assert all(map(re.fullmatch, forms, lines)) and len(lines) == 2 + 2 + 1 + len(rows)
+    assert all(map(re.fullmatch, forms, lines)) and len(lines) == 1 + 2
 
 
 def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_time_if_known():
     times = {"index_put": {"wall": 9e-5}, "generic": {"wall": 3e-5}}
-    of_both = {"batch_size": 8, "floor_s": 1e-6}
-    rows = [of_both | {"variant": variant, "medians_s": medians} for variant, medians in times.items()]
+    rows = [{"batch_size": 8, "variant": name, "medians_s": medians} for name, medians in times.items()]
     assert append.gain_line(rows) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
-    assert append.table(rows)[2].split() == ["8", "generic", "30.00", "3.00x", "1.00"]
     for row in rows:
         row["medians_s"]["device_rotating"] = 19e-6
     assert append.gain_line(rows) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
@@ -156,7 +154,7 @@ def test_on_a_gpu_appends_are_timed_on_the_device(tmp_path):
     path = tmp_path / "record.json"
     assert append.main(["--batch-sizes", "8", "--repeats", "3", "--json", str(path)]) == 0
     for row in json.loads(path.read_text())["rows"]:
-        assert row["repeats_s"].keys() == {"wall", "device_rotating", "device_same"}
+        assert row["repeats_s"].keys() == {"wall", "device_rotating"}
         assert all(0 < seconds < 1e-3 for seconds in row["repeats_s"]["device_rotating"])
 
 
