@@ -18,7 +18,6 @@ from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
 from tests.soak.fake_step import POISON, Letters, fake_engine, poison
 
@@ -48,14 +47,6 @@ def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
     assert run["decode_step_mean_s"] * decode_steps == pytest.approx(run["decode_time_s"])
 
 
-def test_a_naive_request_arrives_when_the_one_before_has_ended():
-    prompts = random_prompts([4, 1, 9])
-    outputs = benchmark_scheduler.MODES["naive"](OnlineScheduler(engine_for()), prompts, greedy(5))
-    assert [output.prompt_token_ids for output in outputs] == prompts
-    for before, output in zip(outputs, outputs[1:], strict=False):
-        assert output.metrics.arrival >= before.metrics.token_times[-1]
-
-
 def test_rungs_and_modes_and_streaming_give_one_digest():
     prompts = random_prompts([3, 9, 5])
     runs = [
@@ -64,11 +55,6 @@ def test_rungs_and_modes_and_streaming_give_one_digest():
     ]
     runs.append(run_streaming(Job(streaming_engine(), prompts, greedy(6))))
     assert len({run["tokens_sha256"] for run in runs}) == 1
-
-
-def test_one_token_a_request_leaves_decode_figures_without_value():
-    run = run_scheduler(Job(engine_for(), random_prompts([3]), greedy(1)))
-    assert run["decode_throughput_tok_s"] is None and run["tpot_p50_s"] is None
 
 
 def test_every_run_starts_with_an_empty_prefix_cache():

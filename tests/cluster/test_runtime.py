@@ -165,12 +165,3 @@ def test_more_replicas_than_the_cluster_has_or_has_free_are_refused_and_keep_not
     assert ray.util.remove_placement_group.call_count == ray.util.placement_group.call_count
     share.leave()
     assert ray.init.call_args.kwargs["address"] == "auto" and ray.shutdown.called
-
-
-def test_places_are_freed_unless_ray_was_shut_down_and_they_with_it(ray):
-    share = runtime.Runtime(None, 2)
-    places = share.reserve("CPU", 1, 1)
-    places.free()
-    share.leave()
-    places.free()
-    ray.util.remove_placement_group.assert_called_once_with(ray.util.placement_group.return_value)
