@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rosellm.bench.options import add_device_options, add_record_option, command_parser, count, counts
-from rosellm.bench.record import new_record, write_record
+from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.command_line import command
 from rosellm.models.loading import resolve_device, resolve_dtype
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -217,6 +217,8 @@ def parse_options(argv: list[str] | None = None) -> Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Parse the options, measure, and write the record if requested."""
     options = parse_options(argv)
+    if options.json:
+        check_writable(options.json)
     record = measure(options)
     if options.json:
         write_record(options.json, record)

@@ -14,8 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.cli import Benchmark
-from rosellm.bench.job import Job, Run, check_served, prepare_run
+from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import command
 from rosellm.roseinfer.engine import Engine

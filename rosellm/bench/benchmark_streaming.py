@@ -33,8 +33,7 @@ from rosellm.bench.arrivals import (
     queue_over_time,
     submit_by_deadline,
 )
-from rosellm.bench.cli import Benchmark
-from rosellm.bench.job import Job, Run, prepare_run
+from rosellm.bench.job import Benchmark, Job, Run, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import INT32_MAX, command

@@ -68,7 +68,7 @@ def test_a_broken_pipe_after_the_runs_costs_no_measurement(tmp_path, monkeypatch
     def fail(*_):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("rosellm.bench.cli.print_summary", fail)
+    monkeypatch.setattr("rosellm.bench.job.print_summary", fail)
     record = tmp_path / "record.json"
     assert benchmark_scheduler.main([*SMALL.split(), f"--json={record}"]) == 2
     assert "Broken" in capsys.readouterr().err
