@@ -67,7 +67,6 @@ STREAMING = cases(
     ("--submit-interval-ms 1e300", f"'1e300' is not a number of milliseconds, 0 or more {DAY}"),
     ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
     (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
-    ("--long-prompt-tokens 420", "give --prefill-chunk"),
 )  # fmt: skip
 RIVALS = cases(
     benchmark_rivals.main,

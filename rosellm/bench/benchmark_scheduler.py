@@ -21,15 +21,14 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 def run_scheduler(job: Job, mode: str = "online") -> dict[str, Any]:
     """Serve the job's requests once; return the figures of the run.
 
-    mode: "naive" serves one request after another, each timed from its own start; in "offline" and "online",
-        all requests arrive at once, at ``OfflineScheduler.run`` or at single calls of ``step``.
+    mode: all requests arrive at once, "offline" at ``OfflineScheduler.run``, "online" at single calls of
+        ``step``.
 
     Text prompts are tokenized within the measured time. Times are in seconds, throughputs in tokens per
     second, memory in bytes.
@@ -80,26 +79,19 @@ def _online(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[Req
     return [scheduler.take_result(request_id) for request_id in request_ids]
 
 
-def _naive(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[RequestOutput]:
-    pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
-    return [output for prompt, own in pairs for output in _online(scheduler, [prompt], [own])]
-
-
 MODES: dict[str, Callable[[_Scheduler, Prompts, Params], list[RequestOutput]]] = {
-    "naive": _naive,
     "offline": _Scheduler.run,
     "online": _online,
 }
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    told = "naive: one request after another; offline and online: schedulers"
-    parser.add_argument("--mode", choices=(*MODES, "all"), default="online", help=told)
+    told = "offline: the scheduler runs to the end by itself; online: step by step"
+    parser.add_argument("--mode", choices=MODES, default="online", help=told)
 
 
 def _runs(options: Namespace) -> dict[str, Run]:
-    modes = MODES if options.mode == "all" else (options.mode,)
-    return {mode: partial(run_scheduler, mode=mode) for mode in modes}
+    return {options.mode: partial(run_scheduler, mode=options.mode)}
 
 
 BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs)

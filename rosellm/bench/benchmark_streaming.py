@@ -6,10 +6,10 @@ would. TTFT, TPOT and ITL run from submission to delivery by the manager.
 Requests arrive all at once, at fixed intervals or at the times of a Poisson process (--request-rate). Total
 throughput is all completion tokens over the time from the first submission to the last token. Goodput is the
 requests per second whose first token comes within --ttft-limit-ms of the time they were due, and every
-further one within --itl-limit-ms of the one before. The record also has each submission's lag and the queue's
-length over the run. With --long-prompt-tokens one more request, of that many prompt tokens, arrives while the
-others run; their ITL during its prefill ("beside") and outside it ("apart") is measured twice: with chunks of
---prefill-chunk, and with the whole prompt at once.
+further one within --itl-limit-ms of the one before. The record also has the queue's length over the run. With
+--long-prompt-tokens one more request, of that many prompt tokens, arrives while the others run; their ITL
+during its prefill ("beside") and outside it ("apart") is measured twice: with chunks of --prefill-chunk (512
+if not given), and with the whole prompt at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rosellm.bench.job import Benchmark, Job, Run, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import INT32_MAX, command
-from rosellm.errors import OptionError
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
+LONG_PROMPT_CHUNK = 512  # tokens
 DAY_MS = 86_400_000
 
 
@@ -81,7 +81,6 @@ def run_streaming(
         **run_figures(tokens, total_time, job.engine.device),
         **request_figures(outputs, PERCENTS),
         **distribution("itl", (gap for request in requests for gap in request.itl), PERCENTS),
-        **distribution("lag", lags, PERCENTS),
         **(goodput(requests, lags, total_time, *limits_s) if min(limits_s) < math.inf else {}),
         **(gap_figures(outputs) if ends_with_long_prompt else {}),
         **queue_over_time(requests, start, start + total_time),
@@ -176,10 +175,7 @@ class StreamingBenchmark(Benchmark):
         options = super().parse_options(argv)
         options.trace = None
         if options.long_prompt_tokens is not None:
-            if options.prefill_chunk is None:
-                raise OptionError(
-                    "--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk"
-                )
+            options.prefill_chunk = options.prefill_chunk or LONG_PROMPT_CHUNK
             running = Arrival(0.0, options.prompt_tokens or 1, options.max_new_tokens)
             long = Arrival(options.long_prompt_after_ms / 1e3, options.long_prompt_tokens, 1)
             options.trace = [running] * options.num_requests + [long]

@@ -16,7 +16,6 @@ from rosellm.cluster.runtime import Runtime
 from rosellm.cluster.seats import Death, Seat, Seats
 from rosellm.errors import OptionError, RoseError, describe
 from rosellm.models.loading import load_tokenizer_of, resolve_device
-from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence
@@ -82,10 +81,10 @@ class Replicas(Owned):
 
     def _load(self, prefix_cache: bool) -> None:
         """Load the replicas and start routing to them; without ``prefix_cache``, no prompt is marked."""
-        self._facts = self.seats.load_all()
-        limits, self._n_requests = self._facts.limits, 0
-        self.mark_size = limits.block_size if prefix_cache else 0
-        self.router = Router(BATCHES_AHEAD * self._facts.max_batch_size, limits.num_kv_blocks)
+        self._facts, self._n_requests = self.seats.load_all(), 0
+        self.rung, self.limits = self._facts.rung, self._facts.limits
+        self.mark_size = self.limits.block_size if prefix_cache else 0
+        self.router = Router(BATCHES_AHEAD * self._facts.max_batch_size, self.limits.num_kv_blocks)
         for index in range(len(self.seats)):
             self.router.add(index)
 
@@ -95,14 +94,6 @@ class Replicas(Owned):
             f"an LLM of {len(self.seats)} replicas has no engine in this process; "
             "make one without data_parallel_size and ray_address"
         )
-
-    @property
-    def limits(self) -> Limits:
-        return self._facts.limits
-
-    @property
-    def rung(self) -> str | None:
-        return self._facts.rung
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
         """Tokenize the text prompts, as ``Engine.encode_many`` does; prompts of token ids are unchanged.

@@ -85,15 +85,15 @@ def test_the_queue_is_counted_over_the_run() -> None:
     assert [queue["queue_in_flight"][i] for i in near.values()] == [2, 2, 1, 2, 0]
 
 
-def test_a_user_asks_for_a_rate_and_gets_goodput_lags_and_the_queue(tmp_path: Path, capsys) -> None:
+def test_a_user_asks_for_a_rate_and_gets_goodput_and_the_queue(tmp_path: Path, capsys) -> None:
     record = tmp_path / "record.json"
     sizes = ["--num-requests", "4", "--max-new-tokens", "2", "--request-rate", "20", "--json", str(record)]
     assert benchmark_streaming.main([*TINY, *sizes, "--ttft-limit-ms=60000"]) == 0
     told = capsys.readouterr().out
-    assert "\ngoodput_req_s " in told and "\nlag_p99_s " in told
+    assert "\ngoodput_req_s " in told
     (repeat,) = json.loads(record.read_text())["results"]["streaming"]["repeats"]
     assert repeat["total_time_s"] >= poisson_times(20.0, 4, seed=0)[-1]
-    assert repeat["within_limits_share"] == 1 and 0 <= repeat["lag_p50_s"] < 1.0
+    assert repeat["within_limits_share"] == 1
     assert max(repeat["queue_in_flight"]) >= 1 and repeat["queue_in_flight"][-1] == 0
     assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate=inf"]).request_rate is None
 

@@ -25,10 +25,8 @@ from rosellm.bench.benchmark_rivals import (
 )
 from rosellm.bench.prompts import request_params
 from rosellm.bench.record import across_repeats
-from rosellm.errors import RoseError
 from rosellm.models.weights import save_model
 from tests.helpers import CPU, MODERN, random_model, random_prompts, refusal, small_config, uncached_greedy
-from tests.soak.fake_step import POISON, fake_engine, poison
 
 SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"
 
@@ -111,19 +109,6 @@ def test_vllm_gets_token_ids_and_sampling_has_its_cache_emptied_and_is_shut_down
     engine.llm_engine.engine_core.shutdown.assert_called_once_with()
 
 
-def test_rosellm_s_prefix_cache_is_empty_when_a_run_starts(tmp_path, monkeypatch):
-    save_model(random_model(0), tmp_path, torch.float32)
-    engines, make_engine = [], rivals.make_engine
-    monkeypatch.setattr(
-        rivals, "make_engine", lambda *given: engines.append(make_engine(*given)) or engines[0]
-    )
-    task = make_task(tmp_path, [[7] * 20] * 3, new_tokens=4, batch=1, prefix_cache=True, block_size=8)
-    rival = RIVALS["rosellm"](task)
-    for hits in (2, 4):
-        rival.generate()
-        assert engines[0].prefix_cache.hits == hits
-
-
 def test_transformers_cannot_sample_with_a_seed_a_request_nor_end_some_of_a_batch(tmp_path):
     for more, told in (
         ({"temperature": 0.6}, "a seed of its own"),
@@ -145,16 +130,6 @@ def test_rivals_take_turns_run_by_run(scripted_task):
     for figures in runs["a"] + runs["b"]:
         assert figures["completion_tokens"] == 12
         assert figures["total_throughput_tok_s"] == 12 / figures["total_time_s"]
-
-
-def test_a_run_of_ours_in_which_a_request_failed_is_refused(scripted_task, monkeypatch):
-    engine = fake_engine(3, num_kv_blocks=30)
-    poison(engine, 2)
-    monkeypatch.setattr(rivals, "load_model", lambda *_given: None)
-    monkeypatch.setattr(rivals, "make_engine", lambda *_given: engine)
-    monkeypatch.setattr(rivals, "engine_facts", lambda _engine: {})
-    with pytest.raises(RoseError, match=f"request 2 of 3 failed: {POISON}"):
-        RIVALS["rosellm"](scripted_task).generate()
 
 
 def test_a_rival_that_makes_fewer_tokens_is_not_measured_and_all_are_closed(scripted_task, monkeypatch):

@@ -55,15 +55,6 @@ def test_a_documented_form_prints_its_summary_and_writes_its_record(name, tmp_pa
         assert record["num_kv_blocks"] == 2 + SPARE_KV_BLOCKS
 
 
-def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
-    path = tmp_path / "record.json"
-    arguments = f"{SMALL} --load-format dummy --prompt-tokens 5 --mode all --json {path}"
-    assert benchmark_scheduler.main(arguments.split()) == 0
-    record = json.loads(path.read_text())
-    assert (record["rung"], list(record["results"])) == ("dense", ["naive", "offline", "online"])
-    assert len({result["repeats"][0]["tokens_sha256"] for result in record["results"].values()}) == 1
-
-
 def test_a_broken_pipe_after_the_runs_costs_no_measurement(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise BrokenPipeError(32, "Broken pipe")

@@ -8,7 +8,7 @@ import pytest
 
 from rosellm.bench import benchmark_scheduler, benchmark_streaming
 from rosellm.bench.job import choose_recipe, print_header
-from rosellm.bench.options import departures, request_facts
+from rosellm.bench.options import departures
 from rosellm.bench.prompts import make_prompts, most_tokens, new_tokens, request_params
 from rosellm.bench.workloads import ALL_WORKLOADS, MODERN_MODEL, WORKLOADS
 from rosellm.errors import PromptError
@@ -85,14 +85,6 @@ def test_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads():
     eager = options_of("W3", "--paged-attn")
     engine = Engine(random_model(0), recipe=choose_recipe(eager), max_batch_size=2)
     assert departures(eager, engine) == [FP32, "a recipe that is no rung"]
-
-
-def test_explicit_options_win_over_the_workload_and_show_in_the_record():
-    options = options_of("W3", "--num-requests=3", "--prefix-cache")
-    assert (options.num_requests, options.max_batch_size, options.prefix_cache) == (3, 256, True)
-    facts = request_facts(options)
-    assert facts["workload"] == "W3" and facts["options"]["num_requests"] == 3
-    assert "preset" not in facts["options"]
 
 
 def test_of_a_workload_of_several_models_the_dtype_is_the_models_own_and_the_model_is_free():

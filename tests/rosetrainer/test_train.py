@@ -104,11 +104,6 @@ def test_the_recorded_validation_is_that_of_the_stored_weights_over_the_exact_te
         "perplexity": pytest.approx(math.exp(loss), rel=1e-5),
         "bits_per_byte": pytest.approx(loss * n_tokens / math.log(2) / n_bytes, rel=1e-5),
     }
-    hyper, seen = record["hyperparameters"], record["tokens_seen"]
-    assert seen == record["steps"] * hyper["batch_size"] * record["model"]["n_positions"]
-    assert seen / record["corpus"]["train_tokens"] == pytest.approx(hyper["epochs"], rel=0.02)
-    assert record["environment"]["torch"] == torch.__version__
-    assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
 
 
 @pytest.mark.gpu
