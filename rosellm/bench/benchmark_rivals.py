@@ -30,14 +30,7 @@ import rosellm
 from rosellm.bench import options as shared
 from rosellm.bench.job import check_served, make_engine, prepare_run
 from rosellm.bench.prompts import encode_prompts, make_prompts, most_tokens, new_tokens, request_params
-from rosellm.bench.record import (
-    check_writable,
-    engine_facts,
-    mode_result,
-    new_record,
-    run_figures,
-    write_record,
-)
+from rosellm.bench.record import engine_facts, mode_result, new_record, run_figures, write_record
 from rosellm.bench.workloads import ALL_WORKLOADS
 from rosellm.command_line import command
 from rosellm.errors import RoseError
@@ -257,7 +250,6 @@ def main(argv: list[str] | None = None) -> None:
     check_rivals(options.rival)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        check_writable(options.output / "record.json")
     dtype = resolve_dtype(options.dtype, device, arch_of(options.hf_model_id, options.load_format))
     name = str(dtype).removeprefix("torch.")
     gpt, tokenizer = load_parts(options.hf_model_id, "cpu", name, options.load_format)
