@@ -69,8 +69,8 @@ class Scheduler(ABC):
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine, and return its request id. :meth:`step` updates it."""
         sequence.metrics.arrival = perf_counter()
-        self.requests[sequence.request_id] = sequence
         self._queue(sequence)
+        self.requests[sequence.request_id] = sequence
         return sequence.request_id
 
     def cancel(self, request_id: int) -> bool:
@@ -115,7 +115,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _queue(self, sequence: Sequence) -> None:
-        """Queue a sequence that is in ``requests``."""
+        """Queue a sequence, which joins ``requests`` afterwards."""
 
     @abstractmethod
     def _withdraw(self, request: Sequence) -> None:
