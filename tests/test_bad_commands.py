@@ -51,7 +51,7 @@ SCHEDULER = cases(
     ("--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
     ("--hf-model-id .", "has no config.json"),
     ("--json file/x", "cannot write file/x: there is no folder file"),
-    ("--prompt=", "--prompt is empty"),
+    ("--prompt=", "prompt 0: the prompt is empty"),
     ("--prompt \udcff", "text '\\udcff' cannot be encoded"),
     ("--prompt-repeats 1,,4", "'' is not a whole number"),
     ("--json .", "cannot write .: it exists and is not a regular file"),

@@ -11,7 +11,6 @@ from typing import Any
 from rosellm.bench.record import check_writable, dtype_name
 from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MODEL, Workload, get_workload
 from rosellm.command_line import INT32_MAX, ScreenParser, whole_number, whole_numbers
-from rosellm.errors import PromptError
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
@@ -169,8 +168,6 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
     options = parser.parse_args(argv)
     if options.json:
         check_writable(options.json)
-    if not options.prompt:
-        raise PromptError("--prompt is empty; give it at least one character")
     options.preset = preset
     return options
 
