@@ -16,7 +16,6 @@ from rosellm.bench import benchmark_kv_append, benchmark_rivals, benchmark_sched
 from rosellm.lab import measure
 from rosellm.lab.diagnose import __main__ as diagnose
 from rosellm.lab.running import refresh_notebooks, run_notebooks
-from rosellm.rosetrainer import train
 from tests.helpers import refusal
 
 Command = Callable[[list[str]], int]
@@ -47,19 +46,16 @@ SCHEDULER = cases(
     ("--workload W7 --hf-model-id rose-tiny", "W7: 512 prompt tokens and 1 new ones exceed the model's"),
     ("--max-new-tokens 1000", "exceed the model's 512 positions"),
     ("--num-requests 9999999", "'9999999' is too large; use at most 1048576"),
-    (f"--max-batch-size {NINES}", "too large; use at most 2147483647"),
-    ("--block-size 48", "block_size is 48; it must be a power of two"),
     ("--num-kv-blocks 1 --block-size 4 --max-new-tokens 9", "the cache has 1"),
     ("--num-kv-blocks 2147483647", "out of memory; ask for a smaller batch, fewer KV blocks"),
     ("--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
-    ("--hf-model-id " + "a" * 5000, "use 'rose-tiny', a local folder"),
     ("--hf-model-id .", "has no config.json"),
     ("--json file/x", "cannot write file/x: there is no folder file"),
-    ("--profile .", "cannot write .: it exists and is not a regular file"),
-    ("--prompt=", "--prompt is empty"),
+    ("--prompt=", "prompt 0: the prompt is empty"),
     ("--prompt \udcff", "text '\\udcff' cannot be encoded"),
     ("--prompt-repeats 1,,4", "'' is not a whole number"),
-    ("--top-k -2", "--top-k: '-2' is not a whole number, -1 or more"),
+    ("--json .", "cannot write .: it exists and is not a regular file"),
+    ("--top-k -2", "--top-k: '-2' is not a whole number, 0 or more"),
     ("--shared-prefix-tokens 4", "--shared-prefix-tokens needs --prompt-tokens"),
     ("--max-new-tokens 9 --min-new-tokens 10", "the shortest length is 10, the longest 9"),
 )  # fmt: skip
@@ -67,15 +63,10 @@ STREAMING = cases(
     benchmark_streaming.main,
     SMALL,
     ("--workload W0", "'W0' is run by benchmark_scheduler"),
-    ("--prompt \udcff --tokenize-workers 1", "text '\\udcff' cannot be encoded"),
-    ("--request-rate 0", "'0' is not a number of requests a second, at least one a day, or inf"),
+    ("--request-rate 0", "'0' is not a number of requests a second above 0, or inf"),
     ("--submit-interval-ms 1e300", f"'1e300' is not a number of milliseconds, 0 or more {DAY}"),
     ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
-    ("--num-requests 1000 --request-rate 0.001", "the last of 1000 requests would be due after a day"),
-    ("--trace file", "cannot read file: it has no arrivals"),
     (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
-    ("--long-prompt-tokens 420", "give --prefill-chunk"),
-    (f"{LONG} --profile trace.json", "--profile traces decode"),
 )  # fmt: skip
 RIVALS = cases(
     benchmark_rivals.main,
@@ -83,7 +74,6 @@ RIVALS = cases(
     ("--workloads W1", "required: --rival"),
     ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
     ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
-    ("--rival transformers --workloads W1 --rung dense", "--rung applies to rival rosellm"),
     ("--rival transformers --workloads W1,W7", "W7: 512 prompt tokens and 128 new ones exceed the"),
     ("--rival rosellm --workloads W1 --output file", "File exists: 'file'"),
 )  # fmt: skip
@@ -94,13 +84,6 @@ KV_APPEND = cases(
     (f"--batch-sizes 8,{NINES}", "too large; use at most 1099511627776"),
     ("--batch-sizes 100000000000 --repeats 1", "out of memory"),
     ("--json file/record.json", "there is no folder file"),
-)
-TRAINING = cases(
-    train.main,
-    "--smoke --device cpu --output out",
-    ("--epochs 1e308", "epochs is 1e+308; it must be at most 1000000"),
-    (f"--batch-size {10**12}", "batch_size is 1000000000000; it must be at most 65536"),
-    slow=True,
 )
 LAB = [
     *cases(
@@ -160,9 +143,7 @@ def contents(place: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("main", "arguments", "told"), SCHEDULER + STREAMING + RIVALS + KV_APPEND + TRAINING + LAB
-)
+@pytest.mark.parametrize(("main", "arguments", "told"), SCHEDULER + STREAMING + RIVALS + KV_APPEND + LAB)
 def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(main, arguments, told, place, capsys):
     before = contents(place)
     assert told in refusal(main, arguments, capsys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from threading import Thread
@@ -79,23 +78,6 @@ def test_an_error_within_undoes_it(within: Within, holds: Callable[[], bool]):
         assert holds()
         raise RuntimeError
     assert not holds()
-
-
-def test_a_collector_that_was_off_before_stays_off():
-    gc.disable()
-    try:
-        with no_collection():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_circles_made_within_a_frozen_heap_are_collected():
-    with frozen_heap():
-        gone = weakref.ref(Circle())
-        gc.collect()
-        assert gone() is None
 
 
 def test_a_run_of_all_requests_is_within_a_frozen_heap():

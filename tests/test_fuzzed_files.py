@@ -127,36 +127,6 @@ def test_whatever_stands_in_tokenizer_json_encodes_and_streams_or_is_refused(
     spells(folder)
 
 
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "GPT2Tokenizer",
-    "eos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False, "normalized": True},
-    "unk_token": "<|endoftext|>",
-    "add_prefix_space": False,
-    "model_max_length": 1024,
-    "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}},
-    "additional_special_tokens": ["x"],
-}
-
-
-@settings(FUZZED, max_examples=60)
-@given(data=st.data())
-def test_whatever_stands_in_gpt2s_older_files_encodes_and_streams_or_is_refused(
-    checkpoint: Path, folder: Path, lean: None, data: st.DataObject
-) -> None:
-    """vocab.json, merges.txt, tokenizer_config.json: without a tokenizer.json, `transformers` reads them."""
-    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
-    files = {"vocab.json": model["vocab"], "tokenizer_config.json": TOKENIZER_CONFIG}
-    spoilt = data.draw(st.sampled_from([*files, None]))
-    for name, good in files.items():
-        value = data.draw(mutations(good)) if name == spoilt else good
-        (folder / name).write_text(json.dumps(value))
-    (folder / "merges.txt").write_text("".join(f"{' '.join(merge)}\n" for merge in model["merges"]))
-    (folder / "tokenizer.json").unlink(missing_ok=True)
-    spells(folder)
-    if spoilt is None:
-        load_tokenizer(folder, SHAPE)
-
-
 def spells(folder: Path) -> None:
     """Whatever was loaded gives ids of the model, and their text in pieces."""
     try:

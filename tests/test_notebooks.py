@@ -14,7 +14,7 @@ import nbformat
 import papermill
 import pytest
 from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_markdown_cell
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
@@ -114,61 +114,6 @@ def unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str]
             yield f"a parameter that papermill cannot read: {name}"
         elif known[name]["inferred_type_name"] == "None":
             yield f"a parameter without a type: {name}"
-
-
-def sound() -> NotebookNode:
-    cells = [
-        new_markdown_cell("# Why? See https://example.org/usr/share, `</b>` and results/tmp/x."),
-        new_code_cell("batch: int = 4", execution_count=1, metadata={"tags": ["parameters"]}),
-        new_code_cell("import rosellm\nimport transformers", execution_count=2),
-        new_code_cell("print(batch)", execution_count=3, outputs=[new_output("stream", text="4\n")]),
-        new_code_cell("# timing", execution_count=4, metadata={"tags": ["nbval-ignore-output"]}),
-        new_code_cell(""),
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return new_notebook(cells=cells, metadata={"kernelspec": kernel})
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"outputs": [new_output("stream", text=text)]}
-
-
-def shown(**data: str) -> dict[str, Any]:
-    return {
-        "outputs": [new_output("display_data", {kind.replace("_", "/"): text for kind, text in data.items()})]
-    }
-
-
-ERROR = {"outputs": [new_output("error", ename="ValueError", evalue="x", traceback=[])]}
-SPOILT = [  # the cell, or None: the notebook's metadata; what is changed there; the fault
-    (3, {"execution_count": None}, "not executed once each"),
-    (4, ERROR, "an error among"),
-    (1, {"source": 'batch: int = 4  # or model="x"'}, "cannot read: batch"),
-    (1, {"source": "batch = 4"}, "without a type: batch"),
-    (3, {"outputs": []}, "no output that nbval compares"),
-    (3, {"metadata": {"tags": ["nbval-ignore-output"]}}, "no output that nbval compares"),
-    (None, {"widgets": {}}, "metadata of widgets"),
-    (None, {"kernelspec": {"name": "mine", "display_name": "x"}}, "other than python3"),
-    (2, {"source": "import torch"}, "rosellm not imported"),
-    (2, {"source": "from transformers import x\nimport rosellm"}, "before transformers"),
-    (1, {"metadata": {}}, "not exactly one cell tagged parameters"),
-    (2, {"source": "import rosellm\n" + "x = 1\n" * 25}, "more than 25 lines"),
-    (3, said("in /home/me/x.py"), "a path of one machine"),
-    (4, shown(text_html="'/opt/x'"), "a path of one machine"),
-    (4, shown(a_b=str(ROOT)), "path of this checkout"),
-    (4, said("x" * MAX_BYTES), "300000 bytes or more"),
-]
-
-
-@pytest.mark.parametrize(("cell", "change", "told"), SPOILT, ids=[told for _cell, _change, told in SPOILT])
-def test_the_guard_finds_each_fault_alone(cell, change, told, tmp_path):
-    path, notebook = tmp_path / "spoilt.ipynb", sound()
-    nbformat.write(notebook, path)
-    assert faults(path) == []
-    (notebook.metadata if cell is None else notebook.cells[cell]).update(change)
-    nbformat.write(notebook, path)
-    (found,) = faults(path)
-    assert told in found
 
 
 @each_notebook

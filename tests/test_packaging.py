@@ -15,7 +15,6 @@ import venv
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 
@@ -131,16 +130,6 @@ def test_the_source_distribution_carries_what_a_checkout_has(tmp_path: Path) -> 
     assert set(files) - carried <= {".gitignore", ".ci/run"}
 
 
-@pytest.mark.slow
-def test_an_editable_install_is_a_path_that_tools_can_follow(tmp_path: Path) -> None:
-    copy = copy_files(["pyproject.toml", "README.md", "LICENSE", "rosellm/__init__.py"], tmp_path / "copy")
-    run(sys.executable, "-c", BUILD, "build_editable", tmp_path, folder=copy)
-    (wheel,) = tmp_path.glob("*.whl")
-    with ZipFile(wheel) as files:
-        paths = [files.read(name).decode() for name in files.namelist() if name.endswith(".pth")]
-    assert [Path(path.strip()).resolve() for path in paths] == [copy.resolve()]
-
-
 USE = """
 from pathlib import Path
 import rosellm
@@ -193,7 +182,7 @@ def test_the_wheel_has_every_file_of_the_package_that_git_has(fresh):
 def test_the_wheels_commands_run_from_anywhere(fresh, tmp_path):
     sizes = "--device cpu --num-requests 1 --max-new-tokens 4 --repeat-runs 1"
     command = ("-m", "rosellm.roseinfer.benchmark_scheduler", *sizes.split())
-    assert "=== online summary ===" in run(fresh, *command, folder=tmp_path).stdout
+    assert "=== online: medians of 1 runs" in run(fresh, *command, folder=tmp_path).stdout
 
 
 # Types

@@ -28,7 +28,7 @@ def roof_s(bytes_moved: int, launches: int = 1) -> float:
 
 
 def recorded_points(results: Results, way: str = "device_rotating") -> dict[str, list[Point]]:
-    """Return variant → its recorded points. way: ``device_rotating``, ``device_same`` or ``wall``.
+    """Return variant → its recorded points. way: ``device_rotating`` or ``wall``.
 
     Raises RecordError for a way that was not recorded, as on a CPU.
     """

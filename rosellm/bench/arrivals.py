@@ -1,33 +1,25 @@
-"""Arrival times of requests, random or from a trace, and figures of how the requests were served."""
+"""Arrival times of requests, and figures of how the requests were served."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rosellm.bench.options import MOST_TOKENS
 from rosellm.bench.record import distribution
-from rosellm.command_line import INT32_MAX
 from rosellm.errors import RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 
-DAY_S = 86_400  # no request arrives later
-LIMITS = {"seconds": (0, DAY_S), "prompt_tokens": (1, MOST_TOKENS), "new_tokens": (1, INT32_MAX)}
 N_SAMPLES = 200  # times per run at which the queue's length is sampled
 
 
 class Arrival(NamedTuple):
-    """A request of a trace: when it arrives, in seconds from the start, and its token counts."""
+    """A request: when it arrives, in seconds from the start, and its token counts."""
 
     seconds: float
     prompt_tokens: int
@@ -38,41 +30,6 @@ def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
     """Draw arrival times of a Poisson process, in seconds, the first at 0; rate: requests per second."""
     gaps = np.random.default_rng([seed, n_requests]).exponential(1 / rate, size=n_requests)
     return (np.cumsum(gaps) - gaps[0]).tolist()
-
-
-def read_trace(text: str) -> list[Arrival]:
-    """Read the file named ``text`` and return its arrivals, sorted by time (an argparse type).
-
-    Each line is a JSON object with the fields of ``Arrival``, or the file is CSV with a header that names
-    them. Other fields and blank lines are skipped.
-    """
-    try:
-        content = Path(text).read_text(encoding="utf-8-sig").strip()  # spreadsheets write a byte-order mark
-        lines = [line for line in content.split("\n") if line.strip()]
-        is_json = content.startswith("{")
-        rows = map(json.loads, lines) if is_json else csv.DictReader(lines, skipinitialspace=True)
-        arrivals = [_arrival(number, row) for number, row in enumerate(rows, 1)]
-        if not arrivals:
-            raise ValueError("it has no arrivals")
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ArgumentTypeError(f"cannot read {text}: {told}") from None
-    return sorted(arrivals, key=lambda arrival: arrival.seconds)
-
-
-def _arrival(number: int, row: Any) -> Arrival:
-    """Convert a row of a trace; raise ``ValueError``, with the row's ``number``, if it is invalid."""
-    try:
-        values = {name: float(row[name]) for name in LIMITS}
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"request {number} must give {', '.join(LIMITS)} as numbers") from None
-    for name, value in values.items():
-        low, high = LIMITS[name]
-        kind = "number" if name == "seconds" else "whole number"
-        if not low <= value <= high or (kind == "whole number" and not value.is_integer()):
-            told = f"{name} is {value:.15g}; it must be a {kind} from {low} to {high}"
-            raise ValueError(f"request {number}: {told}")
-    return Arrival(values["seconds"], int(values["prompt_tokens"]), int(values["new_tokens"]))
 
 
 def submit_by_deadline(

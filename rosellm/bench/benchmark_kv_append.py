@@ -1,13 +1,12 @@
 """Time the KV append of one layer for each variant.
 
 On a GPU: device time per call, from replays of a CUDA graph of many calls, and wall time of eager calls.
-"rotating" calls write different slots from different tensors each time, so that neither stays in the L2
-cache; "same" calls repeat one. On a CPU: wall time of the torch versions; Triton's interpreter is not timed.
-The floor is the bytes that an append must move divided by the copy bandwidth measured in the same run. Every
-variant is first compared with the specification bit for bit.
+Calls write different slots from different tensors each time, so that neither stays in the L2 cache. On a CPU:
+wall time of the torch versions; Triton's interpreter is not timed. Every variant is first compared with the
+specification bit for bit.
 
 One line per batch size is printed as soon as it is measured: the baseline is index_put, "triton" the generic
-append (on a CPU its torch version). The table of all variants comes last.
+append (on a CPU its torch version). The record has all variants.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rosellm.bench.options import add_device_options, add_record_option, command_parser, count, counts
-from rosellm.bench.record import new_record, write_record
+from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.command_line import command
 from rosellm.models.loading import resolve_device, resolve_dtype
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -34,7 +33,6 @@ from rosellm.roseinfer.steps.worker import Clock
 
 CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
-COPY_BYTES = 256 << 20
 MOST_ROWS = 1 << 40
 
 
@@ -150,23 +148,13 @@ def seconds_per_call(
     return times[1:]
 
 
-def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
-    """Return bytes per second, read plus written, of copying ``COPY_BYTES``; one value per repeat."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    copy = partial(torch.zeros_like(source).copy_, source)
-    return [2 * COPY_BYTES / s for s in seconds_per_call([copy], repeats, device, device.type == "cuda")]
-
-
-def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+def measure_shape(shape: Shape, kernels: Kernels, repeats: int) -> list[dict[str, Any]]:
     """Measure every variant at one shape; return one row of the record for each.
-
-    bandwidth: bytes per second of a copy, from which the floor is computed.
 
     Times are in seconds. Raises ``AssertionError`` if a variant differs from the specification.
     """
     device = shape.device
     sets = make_operands(shape, max(2, -(-ROTATED_BYTES[device.type] // shape.bytes_moved)))
-    size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
     rows = []
     for variant in VARIANTS:
         check_variant(variant, sets[-1], kernels, shape)
@@ -174,12 +162,10 @@ def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float
         rotating = bound * -(-CALLS[device.type] // len(bound))
         times = {"wall": seconds_per_call(rotating, repeats, device)}
         if device.type == "cuda":
-            same = bound[:1] * CALLS["cuda"]
             times["device_rotating"] = seconds_per_call(rotating, repeats, device, on_device=True)
-            times["device_same"] = seconds_per_call(same, repeats, device, on_device=True)
         medians = {way: float(np.median(seconds)) for way, seconds in times.items()}
-        row = {"batch_size": shape.batch, "variant": variant, "bit_equal": True, "rotated_sets": len(sets)}
-        rows.append(row | size | {"repeats_s": times, "medians_s": medians})
+        row = {"batch_size": shape.batch, "variant": variant, "bytes_moved": shape.bytes_moved}
+        rows.append(row | {"repeats_s": times, "medians_s": medians})
     return rows
 
 
@@ -188,53 +174,29 @@ def measure(options: Namespace) -> dict[str, Any]:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     kernels = choose_kernels("auto", "fixed", device)
-    bandwidths = copy_bandwidth(device, options.repeats)
-    bandwidth = float(np.median(bandwidths))
     print(f"KV append, {kernels.name} kernels, {device.type}, {dtype}")
-    print(f"Copy bandwidth: {bandwidth / 1e9:.1f} GB/s")
     rows = []
     for batch in options.batch_sizes:
         shape = Shape(batch, options.num_heads, options.head_dim, options.block_size, dtype, device)
-        of_batch = measure_shape(shape, kernels, options.repeats, bandwidth)
+        of_batch = measure_shape(shape, kernels, options.repeats)
         print(gain_line(of_batch), flush=True)
         rows += of_batch
-    print(*table(rows), sep="\n")
     facts = {
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": kernels.name,
-        "copy_bandwidth_bytes_s": {"repeats": bandwidths, "median": bandwidth},
     }
     return new_record("kv_append", device, **facts, rows=rows)
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
     """Format the generic append's speedup over ``index_put`` from the rows of one batch size."""
-    way = gain_way(rows)
+    way = "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
     seconds = {row["variant"]: row["medians_s"][way] for row in rows}
     baseline, triton = seconds["index_put"], seconds["generic"]
     times = f"baseline {baseline * 1e6:.2f}us, triton {triton * 1e6:.2f}us"
     return f"B={rows[0]['batch_size']}: {times}, speedup {baseline / triton:.3f}x"
-
-
-def gain_way(rows: list[dict[str, Any]]) -> str:
-    """Return the key of the times that speedups are computed from: device times if available."""
-    return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Format a table of µs per call, speedup over ``index_put`` at the same batch size, and floor."""
-    ways, way = list(rows[0]["medians_s"]), gain_way(rows)
-    baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
-    titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)
-    lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + way + ')':>24}{'floor us':>10}"]
-    for row in rows:
-        batch, medians = row["batch_size"], row["medians_s"]
-        times = "".join(f"{medians[name] * 1e6:>20.2f}" for name in ways)
-        gain = f"{baselines[batch] / medians[way]:>23.2f}x{row['floor_s'] * 1e6:>10.2f}"
-        lines.append(f"{batch:>6}  {row['variant']:<14}{times}{gain}")
-    return lines
 
 
 def parse_options(argv: list[str] | None = None) -> Namespace:
@@ -255,6 +217,8 @@ def parse_options(argv: list[str] | None = None) -> Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Parse the options, measure, and write the record if requested."""
     options = parse_options(argv)
+    if options.json:
+        check_writable(options.json)
     record = measure(options)
     if options.json:
         write_record(options.json, record)

@@ -14,23 +14,21 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.cli import Benchmark, Line
-from rosellm.bench.job import Job, Run, check_served, prepare_run
+from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import command
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 def run_scheduler(job: Job, mode: str = "online") -> dict[str, Any]:
     """Serve the job's requests once; return the figures of the run.
 
-    mode: "naive" serves one request after another, each timed from its own start; in "offline" and "online",
-        all requests arrive at once, at ``OfflineScheduler.run`` or at single calls of ``step``.
+    mode: all requests arrive at once, "offline" at ``OfflineScheduler.run``, "online" at single calls of
+        ``step``.
 
     Text prompts are tokenized within the measured time. Times are in seconds, throughputs in tokens per
     second, memory in bytes.
@@ -81,41 +79,22 @@ def _online(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[Req
     return [scheduler.take_result(request_id) for request_id in request_ids]
 
 
-def _naive(scheduler: _Scheduler, prompts: Prompts, params: Params) -> list[RequestOutput]:
-    pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
-    return [output for prompt, own in pairs for output in _online(scheduler, [prompt], [own])]
-
-
 MODES: dict[str, Callable[[_Scheduler, Prompts, Params], list[RequestOutput]]] = {
-    "naive": _naive,
     "offline": _Scheduler.run,
     "online": _online,
 }
-LINES: list[Line] = [
-    (f"{title} p50/mean", [f"medians.{p50}", f"means.{mean}"], unit)
-    for title, p50, mean, unit in (
-        ("Decode time", "decode_time_s", "decode_time_s", "s"),
-        ("Total time", "total_time_s", "total_time_s", "s"),
-        ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
-        ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
-        ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
-        ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
-        ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
-    )
-]
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    told = "naive: one request after another; offline and online: schedulers"
-    parser.add_argument("--mode", choices=(*MODES, "all"), default="online", help=told)
+    told = "offline: the scheduler runs to the end by itself; online: step by step"
+    parser.add_argument("--mode", choices=MODES, default="online", help=told)
 
 
 def _runs(options: Namespace) -> dict[str, Run]:
-    modes = MODES if options.mode == "all" else (options.mode,)
-    return {mode: partial(run_scheduler, mode=mode) for mode in modes}
+    return {options.mode: partial(run_scheduler, mode=options.mode)}
 
 
-BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, lambda _result: LINES)
+BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs)
 main = command(BENCHMARK.run)
 
 

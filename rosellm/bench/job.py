@@ -1,28 +1,18 @@
-"""A job: the requests of a benchmark and the engine that serves them, built from a command's options."""
+"""A benchmark command, and its job: the requests and the engine that serves them."""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import profile
 
-from rosellm.atomic import replacing
-from rosellm.bench.options import departures
-from rosellm.bench.prompts import (
-    Prompts,
-    encode_prompts,
-    make_prompts,
-    most_tokens,
-    new_tokens,
-    request_params,
-)
-from rosellm.bench.record import dtype_name
+from rosellm.bench import options as shared
+from rosellm.bench.prompts import Prompts, encode_prompts, make_prompts, most_tokens, request_params
+from rosellm.bench.record import dtype_name, engine_facts, mode_result, new_record, write_record
 from rosellm.errors import RecipeError, RoseError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
@@ -33,7 +23,7 @@ from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.prompts import one_each
+from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from rosellm.roseinfer.trial import kv_blocks_within_memory
 
 SPARE_KV_BLOCKS = 8
@@ -51,12 +41,6 @@ class Job:
     prompts: Prompts
     params: SamplingParams | list[SamplingParams]
     config: SchedulerConfig | None = None
-
-    def shortened(self, num_requests: int, max_tokens: int) -> Job:
-        """Return the job with only the first requests, and only the first tokens of each."""
-        each = one_each(self.params, len(self.prompts))[:num_requests]
-        params = [replace(own, max_tokens=min(own.max_tokens, max_tokens)) for own in each]
-        return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
 Run = Callable[[Job], dict[str, Any]]  # serves all requests once; returns figures for the record
@@ -154,7 +138,6 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
     return SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,
-        prefill_token_budget=options.prefill_token_budget,
         prefill_chunk=options.prefill_chunk,
         admission_policy=options.prefill_admission_policy,
     )
@@ -167,11 +150,11 @@ def print_header(engine: Engine, options: Namespace) -> None:
     where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
     print(f"Model: {options.hf_model_id}, {options.load_format}, {where}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    new = sorted(set(new_tokens(options)))
-    each = f"{new[0]} to {new[-1]}" if len(new) > 1 else new[0]
-    requests = f"{options.num_requests}, {each} new tokens each, {options.max_batch_size} at a time"
-    print(f"Requests: {requests}", flush=True)
-    if told := departures(options, engine):
+    each = f"{options.max_new_tokens} new tokens each"
+    if options.min_new_tokens is not None:
+        each = f"{options.min_new_tokens} to {each}"
+    print(f"Requests: {options.num_requests}, {each}, {options.max_batch_size} at a time", flush=True)
+    if told := shared.departures(options, engine):
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
 
 
@@ -179,14 +162,9 @@ def prepare_run(engine: Engine) -> None:
     """Empty the prefix cache, wait for the device, and reset its memory peak, before a run."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.clear()
-    reset_peak_memory(engine.device)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Wait until ``device`` is idle, then reset its memory peak."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+        torch.cuda.reset_peak_memory_stats(engine.device)
 
 
 def check_served(outputs: list[RequestOutput]) -> None:
@@ -196,9 +174,79 @@ def check_served(outputs: list[RequestOutput]) -> None:
             raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
 
 
-def write_trace(run: Run, job: Job, path: Path) -> None:
-    """Run the job once under the profiler and write a Chrome trace of all threads to ``path``."""
-    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
+@dataclass(frozen=True)
+class Benchmark:
+    """A command that serves the same requests repeatedly, in one or several modes.
+
+    form: the command's name in workloads and records.
+    doc: the docstring of the command's module, which becomes the help.
+    add_options: adds the options that only this command has.
+    runs: maps each requested mode's name to a function that serves the requests once; raises for incompatible
+        options.
+    """
+
+    form: str
+    doc: str
+    add_options: Callable[[ArgumentParser], None]
+    runs: Callable[[Namespace], dict[str, Run]]
+
+    def parse_options(self, argv: list[str] | None = None) -> Namespace:
+        """Parse this command's options; None reads the command line."""
+        parser = shared.command_parser(f"benchmark_{self.form}", self.doc, details=shared.DETAILS)
+        shared.add_model_options(parser)
+        shared.add_device_options(parser)
+        shared.add_serving_options(parser)
+        shared.add_run_options(parser)
+        shared.add_record_option(parser)
+        self.add_options(parser)
+        return shared.parse(parser, argv, self.form)
+
+    def measure(
+        self,
+        options: Namespace,
+        gpt: Transformer,
+        tokenizer: AnyTokenizer,
+        build: Callable[..., Engine] = Engine,
+    ) -> dict[str, Any]:
+        """Measure, print the summaries, and return the record.
+
+        gpt: the model, which several measurements may share.
+        build: constructs the engine.
+
+        The record is written, if requested, before the summaries, so that an error in printing loses no
+        measurement.
+        """
+        runs = self.runs(options)  # raises for incompatible options
+        job = make_job(options, gpt, tokenizer, build)
+        results = {mode: _repeated(mode, run, job, options) for mode, run in runs.items()}
+        facts = shared.request_facts(options) | {"not_comparable": shared.departures(options, job.engine)}
+        facts |= engine_facts(job.engine)
+        record = new_record(self.form, job.engine.device, **facts, results=results)
+        if options.json:
+            write_record(options.json, record)
+        for result in results.values():
+            print_summary(result)
+        return record
+
+    def run(self, argv: list[str] | None) -> None:
+        """Parse the options, load the model and measure."""
+        options = self.parse_options(argv)
+        recipe = choose_recipe(options)  # raises before the model is loaded
+        load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
+        loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
+        self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
+
+
+def _repeated(mode: str, run: Run, job: Job, options: Namespace) -> dict[str, Any]:
+    for _ in range(options.warmup_runs):
         run(job)
-    with replacing(path) as unfinished:
-        trace.export_chrome_trace(str(unfinished))
+    return mode_result(mode, options.warmup_runs, [run(job) for _ in range(options.repeat_runs)])
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Print the medians, over a mode's measured runs, of all figures, by their names in the record."""
+    runs = f"{result['repeat_runs']} runs after {result['warmup_runs']} for warm-up"
+    print(f"=== {result['mode']}: medians of {runs} ===")
+    for name, median in result["medians"].items():
+        print(f"{name:<26}{median:>14.6g}")
+    sys.stdout.flush()

@@ -10,8 +10,7 @@ from typing import Any
 
 from rosellm.bench.record import check_writable, dtype_name
 from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MODEL, Workload, get_workload
-from rosellm.command_line import INT32_MAX, OneLineParser, ScreenParser, whole_number, whole_numbers
-from rosellm.errors import PromptError, RoseError
+from rosellm.command_line import INT32_MAX, ScreenParser, whole_number, whole_numbers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
@@ -19,14 +18,13 @@ from rosellm.roseinfer.recipe import LADDER, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
-PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
 DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
-NOT_IN_RECORDS = ("json", "output", "profile", "workload", "hf_model_id", "preset")
+NOT_IN_RECORDS = ("json", "output", "workload", "hf_model_id", "preset")
 # Options that a workload does not fix; ``departures`` compares rung and dtype separately.
 FREE = {
-    *("json", "profile", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
-    *("rung", "paged_attn", "cuda_graph", "trace", "ttft_limit_ms", "itl_limit_ms"),
+    *("json", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
+    *("rung", "paged_attn", "cuda_graph", "ttft_limit_ms", "itl_limit_ms"),
     *("long_prompt_after_ms", "long_prompt_chunks"),
 }
 
@@ -75,19 +73,6 @@ def number(what: str, low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def writable_file(text: str) -> Path:
-    """Return the path of a file that can be written (an argparse type)."""
-    try:
-        return check_writable(Path(text))
-    except RoseError as error:
-        raise ArgumentTypeError(str(error)) from error
-
-
-def top_k(text: str) -> int:
-    """Return ``SamplingParams.top_k``; -1 becomes 0, which means all tokens (an argparse type)."""
-    return max(whole_number(-1)(text), 0)
-
-
 def add_model_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--hf-model-id", default=SHIPPED, metavar="MODEL", help="hub id, local folder or the shipped model")
@@ -109,13 +94,11 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 
 def add_record_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write the record here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
 
 
 def add_serving_options(parser: ArgumentParser) -> None:
-    """Add the options of a benchmark that serves requests: engine, requests, scheduler and profile."""
-    trace = f"write a Chrome trace of {PROFILED_STEPS} more decode steps"
-    parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
+    """Add the options of a benchmark that serves requests: engine, requests and scheduler."""
     add = parser.add_argument_group("engine").add_argument
     add("--rung", metavar="NAME", help=f"{next(iter(LADDER))} to {next(reversed(LADDER))}")
     add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
@@ -152,14 +135,12 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
-    add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help="0 or -1: all tokens")
+    add("--top-k", **count(Workload.top_k, low=0), help="0: all tokens")
     add("--top-p", type=float, default=Workload.top_p, metavar="P", help="1: all tokens")
     add("--seed", **count(0, low=0), help="of random ids, lengths and each request's sampling")
-
     add, config = parser.add_argument_group("scheduler").add_argument, SchedulerConfig
     add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
-    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
-    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
+    chunk = "prompt tokens per iteration while requests decode; default: no limit of its own"
     add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
     policy = "which waiting requests are admitted: the first, or the shortest that fit"
     add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
@@ -174,25 +155,19 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
     The workload also selects the model and the best rung, unless options choose them. The result's attribute
     ``preset`` holds all options as the workload sets them; it is empty without a workload.
     """
-    early = OneLineParser(add_help=False)
-    for option in ("--workload", "--hf-model-id", "--rung"):
-        early.add_argument(option)
-    for flag in ("--paged-attn", "--cuda-graph"):
-        early.add_argument(flag, action="store_true")
-    named, preset = early.parse_known_args(argv)[0], {}
-    if named.workload is not None:
-        workload = get_workload(named.workload, form)
-        parser.set_defaults(
-            **workload.flags(), hf_model_id=workload.model or MODERN_MODEL, load_format=LOAD_FORMAT
-        )
-        preset = vars(parser.parse_known_args([])[0])
-        if named.hf_model_id is not None:
+    given, preset = parser.parse_args(argv, Namespace(hf_model_id=None)), {}  # the model is None unless given
+    if given.workload is not None:
+        workload = get_workload(given.workload, form)
+        model = workload.model or MODERN_MODEL
+        parser.set_defaults(**workload.flags(), hf_model_id=model, load_format=LOAD_FORMAT)
+        preset = vars(parser.parse_args([]))
+        if given.hf_model_id is not None:
             parser.set_defaults(load_format="auto")
-        if named.rung is None and not named.paged_attn and not named.cuda_graph:
+        if given.rung is None and not given.paged_attn and not given.cuda_graph:
             parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
-    if not options.prompt:
-        raise PromptError("--prompt is empty; give it at least one character")
+    if options.json:
+        check_writable(options.json)
     options.preset = preset
     return options
 
@@ -207,19 +182,15 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     if model is None:
         del preset["hf_model_id"]
     told = [f"{name}={here[name]} for {value}" for name, value in preset.items() if here[name] != value]
-    told += ["the arrivals of a trace"] * bool(here.get("trace"))
     return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
 
 
 def request_facts(options: Namespace) -> dict[str, Any]:
-    """Return what a record says of the requests: model, workload, overrides of it, and all other options."""
-    given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
-    preset = ALL_WORKLOADS[options.workload].flags() if options.workload else {}
+    """Return what a record says of the requests: workload, model, and all other options."""
     folder = Path(options.hf_model_id)
     return {
         "workload": options.workload,
-        "workload_overrides": {name: given[name] for name, value in preset.items() if given[name] != value},
         "model": folder.name if folder.is_dir() else options.hf_model_id,
         "load_format": options.load_format,
-        "options": given,
+        "options": {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS},
     }

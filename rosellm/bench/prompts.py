@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import TypeVar
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.sampling import SamplingParams
 
 Prompts = Sequence[str | list[int]]
-T = TypeVar("T")
 OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 
 
@@ -26,11 +24,11 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     ids whatever its length.
     """
     if options.prompt_tokens is None:
-        return _cycled(_texts(options), options)
+        return list(islice(cycle(_texts(options)), options.num_requests))
     random, longest = np.random.default_rng(options.seed), options.prompt_tokens
     shared = np.random.default_rng([options.seed, OF_PREFIXES])
     prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
-    lengths = _random_lengths(options)
+    lengths = _lengths(options, "prompt_tokens", options.min_prompt_tokens, longest, OF_PROMPTS)
     return [prefix + random.integers(vocab_size, size=longest)[:n].tolist() for n in lengths]
 
 
@@ -39,25 +37,22 @@ def most_tokens(options: Namespace, tokenizer: AnyTokenizer, n_positions: int) -
 
     n_positions: number of positions of the model.
 
-    With random lengths, this is the longest prompt plus the longest output, since the engine may serve such a
-    request later. No random ids are drawn, to save memory. Raises ``PromptError`` if a request exceeds the
-    model's positions.
+    With random lengths, this is the longest prompt plus the longest output. No prompt is made, to save
+    memory. Raises ``PromptError`` if that exceeds the model's positions.
     """
-    prompts = _prompt_lengths(options, tokenizer)
-    sizes = list(zip(prompts, new_tokens(options), strict=True))
-    prompt, new = max(sizes, key=sum)
+    if options.prompt_tokens is None:
+        longest = max(len(tokenizer.encode(text)) for text in _texts(options))
+    else:
+        longest = options.prompt_tokens
+    trace = trace_of(options) or [Arrival(0.0, longest, options.max_new_tokens)]
+    most = max(trace, key=lambda one: one.prompt_tokens + one.new_tokens)
+    prompt, new = options.shared_prefix_tokens + most.prompt_tokens, most.new_tokens
     if prompt + new > n_positions:
         name = f"{options.workload}: " if options.workload else ""
         raise PromptError(
             f"{name}{prompt} prompt tokens and {new} new ones exceed the model's {n_positions} positions"
         )
-    return prompt + new if trace_of(options) else min(max(prompts) + options.max_new_tokens, n_positions)
-
-
-def _prompt_lengths(options: Namespace, tokenizer: AnyTokenizer) -> list[int]:
-    if options.prompt_tokens is None:
-        return _cycled([len(tokenizer.encode(text)) for text in _texts(options)], options)
-    return [options.shared_prefix_tokens + n for n in _random_lengths(options)]
+    return prompt + new
 
 
 def _texts(options: Namespace) -> list[str]:
@@ -66,21 +61,13 @@ def _texts(options: Namespace) -> list[str]:
     return [options.prompt * n for n in options.prompt_repeats[: options.num_requests]]
 
 
-def _cycled(items: list[T], options: Namespace) -> list[T]:
-    return list(islice(cycle(items), options.num_requests))
-
-
-def _random_lengths(options: Namespace) -> list[int]:
-    return _lengths(options, "prompt_tokens", options.min_prompt_tokens, options.prompt_tokens, OF_PROMPTS)
-
-
 def new_tokens(options: Namespace) -> list[int]:
     """Return the number of tokens that each request generates."""
     return _lengths(options, "new_tokens", options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
 
 
 def _lengths(options: Namespace, field: str, low: int | None, high: int, of: int) -> list[int]:
-    """Return each request's length, from a trace or drawn uniformly from ``low`` to ``high``.
+    """Return each request's length, of a trace or drawn uniformly from ``low`` to ``high``.
 
     field: the field of a trace's ``Arrival`` that holds the length.
     low: None if all lengths are ``high``.
@@ -108,7 +95,7 @@ def request_params(options: Namespace) -> list[SamplingParams]:
 
 
 def trace_of(options: Namespace) -> list[Arrival] | None:
-    """Return the arrivals of ``--trace``; None without this option, which only streaming has."""
+    """Return the requests of a run that a long prompt joins (``benchmark_streaming``); None of other runs."""
     return vars(options).get("trace")
 
 

@@ -37,7 +37,6 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "rung": engine.rung,
         "recipe": engine.recipe.as_dict(),
         "kernels": engine.kernels.name,
-        "append_gate_min_batch": getattr(engine.step, "append_from", None),
         "prefix_cache": engine.prefix_cache is not None,
         "device": engine.device.type,
         "dtype": dtype_name(engine),

@@ -16,14 +16,12 @@ from rosellm.cluster.runtime import Runtime
 from rosellm.cluster.seats import Death, Seat, Seats
 from rosellm.errors import OptionError, RoseError, describe
 from rosellm.models.loading import load_tokenizer_of, resolve_device
-from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, batch_size_of
-from rosellm.roseinfer.serving.prompts import check_prompts, each_made
-from rosellm.roseinfer.serving.scheduler import Progress, run_all
+from rosellm.roseinfer.serving.scheduler import Progress, Scheduler, run_all
 from rosellm.roseinfer.tensor_parallel import check_cut
 from rosellm.roseinfer.text import IncrementalText
 
@@ -83,10 +81,10 @@ class Replicas(Owned):
 
     def _load(self, prefix_cache: bool) -> None:
         """Load the replicas and start routing to them; without ``prefix_cache``, no prompt is marked."""
-        self._facts = self.seats.load_all()
-        limits, self._n_requests = self._facts.limits, 0
-        self.mark_size = limits.block_size if prefix_cache else 0
-        self.router = Router(BATCHES_AHEAD * self._facts.max_batch_size, limits.num_kv_blocks)
+        self._facts, self._n_requests = self.seats.load_all(), 0
+        self.rung, self.limits = self._facts.rung, self._facts.limits
+        self.mark_size = self.limits.block_size if prefix_cache else 0
+        self.router = Router(BATCHES_AHEAD * self._facts.max_batch_size, self.limits.num_kv_blocks)
         for index in range(len(self.seats)):
             self.router.add(index)
 
@@ -96,14 +94,6 @@ class Replicas(Owned):
             f"an LLM of {len(self.seats)} replicas has no engine in this process; "
             "make one without data_parallel_size and ray_address"
         )
-
-    @property
-    def limits(self) -> Limits:
-        return self._facts.limits
-
-    @property
-    def rung(self) -> str | None:
-        return self._facts.rung
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
         """Tokenize the text prompts, as ``Engine.encode_many`` does; prompts of token ids are unchanged.
@@ -152,15 +142,13 @@ class Replicas(Owned):
             self.disown(scheduler)
 
 
-class ReplicaScheduler:
-    """A scheduler of requests over replicas, with the interface of ``OnlineScheduler``.
+class ReplicaScheduler(Scheduler):
+    """A scheduler of requests over replicas.
 
     config: limits of each replica's scheduler.
     slice_s: seconds that a replica runs per call, before it reports its tokens and receives new and cancelled
         requests; two calls are kept in flight.
     patience_s: maximum seconds that :meth:`step` waits for an answer.
-    n_tokens: output tokens received so far.
-    n_spared: total number of ``max_tokens`` that ended requests have not used.
 
     While it has requests, no other scheduler may use the replicas. A dead replica is replaced and its
     requests continue elsewhere from the tokens known here: no token is delivered twice or revoked. A replica
@@ -168,44 +156,22 @@ class ReplicaScheduler:
     engine raises an error, its replica is replaced too, and :meth:`step` raises the error. Not thread-safe.
     """
 
-    n_tokens = n_spared = 0
-
     def __init__(self, fleet: Replicas, config: SchedulerConfig, slice_s: float, patience_s: float) -> None:
-        fleet.check_owner(self)
-        self._fleet, self._config = fleet, config
-        self._seats, self._router = fleet.seats, fleet.router
+        super().__init__(fleet)
+        self.engine: Replicas = fleet
+        self._config, self._seats, self._router = config, fleet.seats, fleet.router
         self._slice_s, self._patience_s = slice_s, patience_s
-        self.finished: dict[int, RequestOutput] = {}
-        self.requests: dict[int, Sequence] = {}
         self._has_begun = False
 
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.requests)
-
-    def add_requests(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[int]:
-        """Queue a request per prompt; return the request ids.
-
-        params: shared by all requests, or one for each.
-        """
-        check_prompts(prompts)
-        return [self.submit(sequence) for sequence in each_made(self._fleet.make_sequence, prompts, params)]
-
-    def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence made by ``Replicas.make_sequence``; return its id. :meth:`step` updates it."""
+    def _queue(self, sequence: Sequence) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._router.clear()
             self._seats.begin(self._config)
-        sequence.metrics.arrival = perf_counter()
-        self.requests[sequence.request_id] = sequence
-        size = self._fleet.mark_size
+        size = self.engine.mark_size
         known = marks(sequence.tokens, size) if size else ()
         n_new = sequence.params.max_tokens
         self._router.submit(Routed(sequence.request_id, sequence.n_prompt, n_new, known))
-        return sequence.request_id
 
     def step(self) -> list[Sequence]:
         """Send requests and process one replica's answer; return the sequences that received tokens or ended.
@@ -219,19 +185,11 @@ class ReplicaScheduler:
         answered = self._seats.next_answer(self._patience_s)
         return [] if answered is None else self._take(*answered)
 
-    def cancel(self, request_id: int) -> bool:
-        """Cancel a request; return False if it had already ended. Raises ``RoseError`` for an unknown id."""
-        sequence = self.requests.get(request_id)
-        if sequence is None:
-            if request_id not in self.finished:
-                _raise_unknown(request_id)
-            return False
-        replica = self._router.withdraw(request_id)
+    def _withdraw(self, request: Sequence) -> None:
+        replica = self._router.withdraw(request.request_id)
         if replica is not None:
-            self._seats[replica].cancelled.append(request_id)
-        sequence.cancel()
-        self._store_result(sequence)
-        return True
+            self._seats[replica].cancelled.append(request.request_id)
+        self._store_result(request)
 
     def cancel_all(self) -> None:
         """Cancel all requests here; the replicas cancel them when the next request is submitted."""
@@ -240,14 +198,6 @@ class ReplicaScheduler:
         for sequence in list(self.requests.values()):
             sequence.cancel()
             self._store_result(sequence)
-
-    def take_result(self, request_id: int) -> RequestOutput:
-        """Return and forget the result of a finished request. Raises ``RoseError`` if there is none."""
-        if request_id in self.requests:
-            raise RoseError(f"request {request_id} has not ended yet")
-        if request_id not in self.finished:
-            _raise_unknown(request_id)
-        return self.finished.pop(request_id)
 
     def _send(self) -> None:
         """Send the requests that the router assigns, and keep every replica with requests busy."""
@@ -294,20 +244,11 @@ class ReplicaScheduler:
             del death  # breaks the cycle of traceback and frame, which would keep actors alive
         return []
 
-    def _store_result(self, sequence: Sequence) -> None:
-        del self.requests[sequence.request_id]
-        self.finished[sequence.request_id] = RequestOutput.of(sequence, self._fleet.tokenizer)
-        self.n_spared += sequence.max_length - len(sequence.tokens)
-
 
 def _order(sequence: Sequence) -> Order:
     """Return the order to continue a request; it has a seed, so that every replica draws the same tokens."""
     params = sequence.params if sequence.params.is_greedy else replace(sequence.params, seed=sequence.seed)
     return Order(sequence.request_id, sequence.prompt, params, sequence.output, sequence.logprobs)
-
-
-def _raise_unknown(request_id: int) -> None:
-    raise RoseError(f"request {describe(request_id)} is unknown: it was never added, or its result was taken")
 
 
 def check_replicas(n: int) -> None:

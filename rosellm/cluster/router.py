@@ -68,10 +68,6 @@ class Router:
         self._runs_on: dict[int, int] = {}
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._runs_on)
-
-    @property
     def live(self) -> list[int]:
         """The indices of the replicas that can run requests."""
         return list(self._places)

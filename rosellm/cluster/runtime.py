@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from threading import RLock
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,6 @@ from rosellm.errors import ClusterError, DeviceError, describe
 
 NEED_RAY = "data_parallel_size, ray_address and --cluster"
 EXTRA = "pip install 'rosellm[cluster]'"
-OLDEST = (2, 50)
 ANSWERS_WITHIN_S = 3.0
 FREE_WITHIN_S = 10.0
 STORE_BYTES = 128 * 2**20
@@ -23,12 +21,6 @@ STORE_BYTES = 128 * 2**20
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # No prestarted worker per core, since no tasks are run; and engines do not run at low priority.
 SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
-# Ray finds its authentication token by itself only for the address "auto". It creates a token for the first
-# local cluster, and from then on `ray start` protects every cluster with that token.
-MODE = "RAY_AUTH_MODE"
-TOKEN = (
-    f"; if the cluster was started with a ~/.ray/auth_token, copy that file to this host and set {MODE}=token"
-)
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
 SETTINGS_FRAME = 4
 
@@ -37,14 +29,9 @@ _users: set[Runtime] = set()  # the shares in a runtime that this module started
 
 
 def import_ray() -> Any:
-    """Import and return ``ray``. Raises ``ClusterError`` if it is missing or too old."""
-    wanted = ".".join(map(str, OLDEST))
-    try:
-        found = version("ray")
-    except PackageNotFoundError:
-        raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}") from None
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-        raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
+    """Import and return ``ray``. Raises ``ClusterError`` if it is missing."""
+    if find_spec("ray") is None:
+        raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}")
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # asks for ipywidgets
     import ray
     import ray.util.scheduling_strategies
@@ -62,7 +49,7 @@ class Runtime:
 
     Ray allows one runtime per process. If Ray is already running, that runtime is used and never shut down.
     Otherwise the first share starts or joins one, and the last :meth:`leave` shuts it down or disconnects
-    from it. Raises ``ClusterError`` if Ray is missing, too old, does not answer, or is connected elsewhere.
+    from it. Raises ``ClusterError`` if Ray is missing, does not answer, or is connected elsewhere.
     """
 
     def __init__(
@@ -171,8 +158,7 @@ def _init(ray: Any, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # many types: version mismatch, no token, out of memory
-        of_token = TOKEN if options["address"] not in ("auto", "local") and MODE not in os.environ else ""
-        raise ClusterError(f"Ray cannot be used: {describe(error)}{of_token}") from error
+        raise ClusterError(f"Ray cannot be used: {describe(error)}") from error
 
 
 def _check_answers(address: str) -> None:

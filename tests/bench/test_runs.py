@@ -18,7 +18,6 @@ from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
 from tests.soak.fake_step import POISON, Letters, fake_engine, poison
 
@@ -37,8 +36,9 @@ def greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("mode", "decode_steps"), [("naive", 5 * 4), ("offline", 3 * 4), ("online", 3 * 4)])
-def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_tokens_and_steps_are_counted_in_every_mode(mode):
+    decode_steps = 3 * 4  # of five requests, two at a time
     job = Job(engine_for(), random_prompts([3, 5, 2, 9, 4]), greedy(5), SchedulerConfig(max_batch_size=2))
     run = run_scheduler(job, mode)
     assert (run["completion_tokens"], run["decode_tokens"], run["decode_steps"]) == (25, 20, decode_steps)
@@ -48,27 +48,14 @@ def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
     assert run["decode_step_mean_s"] * decode_steps == pytest.approx(run["decode_time_s"])
 
 
-def test_a_naive_request_arrives_when_the_one_before_has_ended():
-    prompts = random_prompts([4, 1, 9])
-    outputs = benchmark_scheduler.MODES["naive"](OnlineScheduler(engine_for()), prompts, greedy(5))
-    assert [output.prompt_token_ids for output in outputs] == prompts
-    for before, output in zip(outputs, outputs[1:], strict=False):
-        assert output.metrics.arrival >= before.metrics.token_times[-1]
-
-
 def test_rungs_and_modes_and_streaming_give_one_digest():
     prompts = random_prompts([3, 9, 5])
     runs = [
         run_scheduler(Job(engine_for(recipe=rung), prompts, greedy(6)), mode)
-        for rung, mode in (("dense", "naive"), ("dense", "online"), (BEST_RUNG, "offline"))
+        for rung, mode in (("dense", "online"), (BEST_RUNG, "offline"))
     ]
     runs.append(run_streaming(Job(streaming_engine(), prompts, greedy(6))))
     assert len({run["tokens_sha256"] for run in runs}) == 1
-
-
-def test_one_token_a_request_leaves_decode_figures_without_value():
-    run = run_scheduler(Job(engine_for(), random_prompts([3]), greedy(1)))
-    assert run["decode_throughput_tok_s"] is None and run["tpot_p50_s"] is None
 
 
 def test_every_run_starts_with_an_empty_prefix_cache():
@@ -100,27 +87,25 @@ def test_a_run_in_which_a_request_failed_is_refused(mode):
 
 
 @pytest.mark.slow
-def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path, capsys):
+def test_the_append_form_prints_a_line_a_batch_and_writes_its_record(tmp_path, capsys):
     path = tmp_path / "record.json"
     shape = ["--num-heads=2", "--head-dim=8", "--block-size=4", "--repeats=2", "--device=cpu"]
     assert append.main(["--batch-sizes=8,16", *shape, f"--json={path}"]) == 0
     rows = json.loads(path.read_text())["rows"]
     wanted = [(batch, variant) for batch in (8, 16) for variant in append.VARIANTS]
     assert [(row["batch_size"], row["variant"]) for row in rows] == wanted
-    assert all(len(row["repeats_s"]["wall"]) == 2 and row["floor_s"] > 0 for row in rows)
-    forms = [r"KV append, torch kernels, cpu, torch\.float32", r"Copy bandwidth: \d+\.\d GB/s"]
+    assert all(len(row["repeats_s"]["wall"]) == 2 for row in rows)
+    forms = [r"KV append, torch kernels, cpu, torch\.float32"]
     times = r"baseline \d+\.\d\dus, triton \d+\.\d\dus, speedup \d+\.\d{3}x"
     forms += [f"B={batch}: {times}" for batch in (8, 16)]
     lines = capsys.readouterr().out.splitlines()
-    assert all(map(re.fullmatch, forms, lines)) and len(lines) == 2 + 2 + 1 + len(rows)
+    assert all(map(re.fullmatch, forms, lines)) and len(lines) == 1 + 2
 
 
 def test_the_gain_of_an_append_is_over_index_put_at_the_same_batch_by_device_time_if_known():
     times = {"index_put": {"wall": 9e-5}, "generic": {"wall": 3e-5}}
-    of_both = {"batch_size": 8, "floor_s": 1e-6}
-    rows = [of_both | {"variant": variant, "medians_s": medians} for variant, medians in times.items()]
+    rows = [{"batch_size": 8, "variant": name, "medians_s": medians} for name, medians in times.items()]
     assert append.gain_line(rows) == "B=8: baseline 90.00us, triton 30.00us, speedup 3.000x"
-    assert append.table(rows)[2].split() == ["8", "generic", "30.00", "3.00x", "1.00"]
     for row in rows:
         row["medians_s"]["device_rotating"] = 19e-6
     assert append.gain_line(rows) == "B=8: baseline 19.00us, triton 19.00us, speedup 1.000x"
@@ -156,7 +141,7 @@ def test_on_a_gpu_appends_are_timed_on_the_device(tmp_path):
     path = tmp_path / "record.json"
     assert append.main(["--batch-sizes", "8", "--repeats", "3", "--json", str(path)]) == 0
     for row in json.loads(path.read_text())["rows"]:
-        assert row["repeats_s"].keys() == {"wall", "device_rotating", "device_same"}
+        assert row["repeats_s"].keys() == {"wall", "device_rotating"}
         assert all(0 < seconds < 1e-3 for seconds in row["repeats_s"]["device_rotating"])
 
 

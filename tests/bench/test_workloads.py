@@ -8,7 +8,7 @@ import pytest
 
 from rosellm.bench import benchmark_scheduler, benchmark_streaming
 from rosellm.bench.job import choose_recipe, print_header
-from rosellm.bench.options import departures, request_facts
+from rosellm.bench.options import departures
 from rosellm.bench.prompts import make_prompts, most_tokens, new_tokens, request_params
 from rosellm.bench.workloads import ALL_WORKLOADS, MODERN_MODEL, WORKLOADS
 from rosellm.errors import PromptError
@@ -34,7 +34,6 @@ def test_a_command_takes_a_workload_for_its_defaults(name):
     assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, name == "PFX", True)
     assert (options.hf_model_id, options.load_format) == (workload.model or MODERN_MODEL, "dummy")
     assert choose_recipe(options) == get_rung(None, CPU)
-    assert request_facts(options)["workload_overrides"] == {}
     assert departures(options, Engine(random_model(0), max_batch_size=2)) == [FP32]
 
 
@@ -69,7 +68,7 @@ def test_a_model_or_a_recipe_of_ones_own_wins_over_the_workloads(given, model, r
         ("W3", "--hf-model-id rose-tiny", ["hf_model_id=rose-tiny for gpt2", "load_format=auto for dummy"]),
         ("W3", "--all-reduce one_shot", ["all_reduce=one_shot for library"]),
         ("W3", "--prefill-admission-policy pack", ["prefill_admission_policy=pack for fifo"]),
-        ("W4", "--stream-interval 16", ["stream_interval=16 for 1"]),
+        ("W4", "--tokenize-workers 1", ["tokenize_workers=1 for 0"]),
     ],
 )
 def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, told, capsys):
@@ -79,24 +78,13 @@ def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, to
     assert f"Not comparable with {name}'s records: {', '.join([*told, FP32])}\n" in capsys.readouterr().out
 
 
-def test_a_trace_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads(tmp_path):
-    (tmp_path / "trace").write_text("seconds,prompt_tokens,new_tokens\n0,1,2\n")
+def test_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads():
     engine = Engine(random_model(0), max_batch_size=2)
-    of_trace = options_of("W4", "--trace", str(tmp_path / "trace"))
-    assert "the arrivals of a trace" in departures(of_trace, engine)
     told = departures(options_of("W4", "--long-prompt-tokens=90", "--prefill-chunk=16"), engine)
     assert {"long_prompt_tokens=90 for None", "prefill_chunk=16 for None"} <= set(told)
     eager = options_of("W3", "--paged-attn")
     engine = Engine(random_model(0), recipe=choose_recipe(eager), max_batch_size=2)
     assert departures(eager, engine) == [FP32, "a recipe that is no rung"]
-
-
-def test_explicit_options_win_over_the_workload_and_show_in_the_record():
-    options = options_of("W3", "--num-requests=3", "--prefix-cache")
-    assert (options.num_requests, options.max_batch_size, options.prefix_cache) == (3, 256, True)
-    facts = request_facts(options)
-    assert facts["workload"] == "W3" and "preset" not in facts["options"]
-    assert facts["workload_overrides"] == {"num_requests": 3, "prefix_cache": True}
 
 
 def test_of_a_workload_of_several_models_the_dtype_is_the_models_own_and_the_model_is_free():
@@ -137,13 +125,14 @@ def test_prompts_of_random_ids_are_those_of_one_draw_at_the_longest_length(name)
     assert own == [row[: len(prompt)] for row, prompt in zip(drawn, own, strict=True)]
 
 
-def test_requests_of_unequal_lengths_fit_if_each_of_them_does():
+def test_requests_fit_if_the_longest_prompt_and_output_do_or_each_request_beside_a_long_prompt():
     options = options_of("MIX")
-    longest = max(map(len, make_prompts(options, 50)))
-    assert most_tokens(options, None, 4096) == longest + 1024
-    assert most_tokens(options, None, 947 + 998) == 947 + 998 < longest + 1024
-    with pytest.raises(PromptError, match="MIX: 947 prompt tokens and 998 new ones exceed"):
-        most_tokens(options, None, 947 + 998 - 1)
+    assert most_tokens(options, None, 2048) == 2048
+    with pytest.raises(PromptError, match="MIX: 1024 prompt tokens and 1024 new ones exceed"):
+        most_tokens(options, None, 2047)
+    joined = options_of("W4", "--long-prompt-tokens=90", "--prefill-chunk=16")
+    assert most_tokens(joined, None, 129) == 129  # one token and 128 new ones
+    assert make_prompts(joined, 50)[-1][89:] and new_tokens(joined) == [128] * 128 + [1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +147,6 @@ def test_unequal_workloads_differ_in_how_they_sample_and_each_request_has_a_seed
     assert make_prompts(options, 50) == make_prompts(options_of("W8"), 50)
     assert params == request_params(options_of(name))
     assert not options.temperature or params != request_params(options_of(name, "--seed=1"))
-    assert options_of(name, "--top-k", "-1").top_k == 0
 
 
 def test_the_context_of_a_running_request_counts_long_requests_for_longer():

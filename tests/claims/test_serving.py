@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from statistics import median
 
-from rosellm.cluster import router
 from rosellm.lab.records import arrivals, two_gpus
 from rosellm.lab.records.records import find
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.serving.admission import SchedulerConfig
 from tests.claims.reading import claim, number, prose, said, table_row
 
 simulated_run = load_exhibit("simulated_fleet").simulated_run
@@ -60,12 +57,6 @@ def test_latencies_and_capacities_are_those_recorded():
     claim("33", words, *values)
     words = r"between 80 and 95 % of (\d+) requests per second:.* one request in twenty waits (\d+) ms"
     claim("33", words, RECORDED["gpt2"]["capacity_req_s"], GPT2[0.95]["ttft_p95_s"] * 1e3)
-
-
-def test_gpt2s_decode_steps_are_as_short_as_said():
-    times = ServingTimes.from_dict(RECORDED["gpt2"]["times"])
-    values = [times.decode(rows, rows * 250, 500) * 1e3 for rows in (1, 256)]
-    claim("33", r"decode steps are so short, (\S+) to (\S+) ms", *values)
 
 
 def test_the_knees_are_where_the_records_keep_and_break_the_limits():
@@ -124,12 +115,6 @@ def test_a_joined_step_is_slower_by_what_was_recorded():
     assert min(SLOWER.values()) > 0
 
 
-def test_a_pass_has_as_many_us_of_gemms_as_said():
-    (us,) = said(prose("34"), r"whose GEMMs alone take about (\d+) µs")
-    recorded = load_exhibit("spared_passes").recorded_products()
-    assert all(abs(recorded[rows] / number(us) - 1) < 0.15 for rows in (128, 256, 512))
-
-
 def test_a_long_prompts_waits_are_those_recorded_and_overlap():
     waits = {
         (way, kind): [run["long_prompt_ttft_s"] * 1e3 for run in FOUND["long_prompt"][way][kind]["repeats"]]
@@ -152,28 +137,6 @@ def test_two_replicas_serve_as_much_as_recorded():
     speeds = two_gpus.speeds(sides)
     words = r"Two replicas serve ([\d.]+) times as many tokens of W8"
     claim("36", words, speeds["2"] / speeds["1"])
-
-
-def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
-    new = [400 if i % 2 else 20 for i in range(64)]
-    own = router.Router(window=10**9, known_blocks=10**6)
-    for replica in range(2):
-        own.add(replica)
-    for i, length in enumerate(new):
-        own.submit(router.Routed(i, 1, length))
-    given = own.assign()
-    counted = [[new[i] for replica, i in given if replica == one] for one in range(2)]
-
-    def steps(parts: list[list[int]]) -> int:
-        slots = [[0] * 32 for _ in parts]
-        for part, own in zip(parts, slots, strict=True):
-            for length in part:
-                own[own.index(min(own))] += length
-        return max(map(max, slots))
-
-    words = r"at 32 slots it takes (\d+) steps against (\d+) of round robin"
-    claim("36", words, steps(counted), steps([new[::2], new[1::2]]))
-    assert max(map(len, counted)) > 32
 
 
 # 37
@@ -199,14 +162,3 @@ def test_routers_keep_the_limits_for_the_shares_said():
     claim("37", words, *(table_row("37", "long", way)[0] for way in ways))
     unchunked, *_ = table_row("37", "long, as one whole", "fewest tokens")
     claim("37", r"keeps them for (\S+) % only", unchunked)
-
-
-def test_64_replicas_keep_the_limits_for_the_share_said():
-    """nbval does not compare the output of the cell that simulates them."""
-    long = plan.Traffic(long=(8000, 16000), long_share=0.03)
-    limits = plan.Limits(0.2, 0.05, lambda tokens: STEPS.prefill(1, tokens))
-    one = plan.Fleet(1, STEPS, config=SchedulerConfig(prefill_chunk=1024))
-    rate = 0.9 * plan.capacity(one, long)
-    served = plan.serve(replace(one, n=64, report_s=0.2), long, rate, "by host", 10)
-    words = r"64 replicas keep the limits for (\d+) % of the requests at 90 %"
-    claim("37", words, 100 * limits.share(served))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
-from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from pathlib import Path
 from time import monotonic
-from tomllib import loads
 from unittest.mock import MagicMock
 
 import pytest
@@ -19,7 +15,6 @@ from rosellm.cluster import runtime
 from rosellm.errors import CheckpointError, ClusterError, DeviceError, OptionError
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason=runtime.EXTRA)
-PROJECT = loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 def refused(error: type[Exception], **options) -> str:
@@ -52,18 +47,10 @@ def test_what_cannot_be_loaded_is_refused_before_ray_is_started(error, options, 
     assert told in refused(error, **options)
 
 
-def test_a_missing_or_old_ray_is_told_with_the_way_to_get_it(monkeypatch):
-    def missing(_name: str) -> str:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(runtime, "version", missing)
+def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr(runtime, "find_spec", lambda _name: None)
     told = "data_parallel_size, ray_address and --cluster need Ray: pip install 'rosellm[cluster]'"
     assert refused(ClusterError) == refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
-    for old in ("1.13.0", "2.9.3", "2.49.2"):
-        monkeypatch.setattr(runtime, "version", lambda _name, old=old: old)
-        assert refused(ClusterError).startswith(f"Ray {old} is too old; 2.50 or newer is needed")
-    (wanted,) = PROJECT["optional-dependencies"]["cluster"]
-    assert tuple(map(int, re.search(r">=(\d+)\.(\d+)", wanted).groups())) == runtime.OLDEST
 
 
 @needs_ray
@@ -94,19 +81,12 @@ def test_auto_without_a_cluster_is_refused(monkeypatch):
 
 
 @needs_ray
-@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
-def test_what_ray_itself_refuses_is_one_line_that_tells_how_a_token_is_given(monkeypatch, is_set):
+def test_what_ray_itself_refuses_is_one_line(monkeypatch):
     def init(**_options: object) -> None:
         raise ConnectionError("Failed to connect\nand more")
 
     monkeypatch.setattr("ray.init", init)
-    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token") if is_set else monkeypatch.delenv("RAY_AUTH_MODE", False)
-    wanted = "Ray cannot be used: ConnectionError: Failed to connect"
-    assert refused(ClusterError) == wanted
-    told = refused(ClusterError, ray_address="127.0.0.1:6379")
-    assert told.startswith(wanted)
-    assert ("copy that file to this host and set RAY_AUTH_MODE=token" in told) == (not is_set)
+    assert refused(ClusterError) == "Ray cannot be used: ConnectionError: Failed to connect"
 
 
 @pytest.fixture
@@ -185,12 +165,3 @@ def test_more_replicas_than_the_cluster_has_or_has_free_are_refused_and_keep_not
     assert ray.util.remove_placement_group.call_count == ray.util.placement_group.call_count
     share.leave()
     assert ray.init.call_args.kwargs["address"] == "auto" and ray.shutdown.called
-
-
-def test_places_are_freed_unless_ray_was_shut_down_and_they_with_it(ray):
-    share = runtime.Runtime(None, 2)
-    places = share.reserve("CPU", 1, 1)
-    places.free()
-    share.leave()
-    places.free()
-    ray.util.remove_placement_group.assert_called_once_with(ray.util.placement_group.return_value)

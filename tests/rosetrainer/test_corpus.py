@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rosellm.errors import RoseError
-from rosellm.rosetrainer.corpus import Corpus, Source, is_validation, read_corpus
+from rosellm.rosetrainer.corpus import Source, is_validation, read_corpus
 
 HELD_OUT = next(f"m{i}.py" for i in range(1000) if is_validation(f"m{i}.py"))
 TRAINED_ON = [f"m{i}.py" for i in range(100) if not is_validation(f"m{i}.py")]
@@ -69,21 +69,7 @@ def test_of_equal_files_only_the_first_is_kept_whichever_side_it_is_on(folder: P
     assert read_corpus(folder) == before
 
 
-def test_the_digest_tells_a_changed_text_a_changed_path_and_nothing_else() -> None:
-    a, b, c = Source("a.py", "x"), Source("b.py", "x"), Source("a.py", "y")
-    assert Corpus((a,), (b,)).digest() == Corpus((a,), (b,)).digest()
-    assert len({Corpus((first,), (b,)).digest() for first in (a, b, c)}) == 3
-
-
 def test_a_corpus_needs_a_file_on_both_sides(tmp_path: Path) -> None:
     write(tmp_path, TRAINED_ON[0], "a = 1\n")
     with pytest.raises(RoseError, match="1 training and 0 validation files"):
         read_corpus(tmp_path)
-
-
-@pytest.mark.slow
-def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_held_out() -> None:
-    corpus = read_corpus()
-    train, held_out = (sum(one.n_bytes for one in side) for side in (corpus.train, corpus.validation))
-    assert train > 5_000_000
-    assert 0.005 < held_out / (train + held_out) < 0.05

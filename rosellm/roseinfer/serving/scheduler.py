@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import chain
 from time import perf_counter
 from typing import Any, Protocol
@@ -31,28 +32,94 @@ class Progress(Protocol):
     def update(self, n: int) -> object: ...
 
 
-class Scheduler(Protocol):
-    """The interface of ``OnlineScheduler`` that :func:`run_all` and a streaming manager need.
+class Scheduler(ABC):
+    """The requests of a scheduler, and their results; subclasses decide which requests run when.
 
+    engine: an ``Engine``, or the engines in other processes (``cluster.replicas.Replicas``).
+    requests: the requests that have not ended, by id.
+    finished: each result, until :meth:`take_result`.
     n_tokens: number of tokens generated so far.
     n_spared: total number of ``max_tokens`` that ended requests have not used.
-    finished: results by request id, until they are taken.
     """
 
-    n_tokens: int
-    n_spared: int
-    finished: dict[int, RequestOutput]
+    def __init__(self, engine: Any) -> None:
+        engine.check_owner(self)
+        self.engine = engine
+        self.requests: dict[int, Sequence] = {}
+        self.finished: dict[int, RequestOutput] = {}
+        self.n_tokens = self.n_spared = 0
 
     @property
-    def has_unfinished(self) -> bool: ...
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[int]: ...
-    def submit(self, sequence: Sequence) -> int: ...
-    def step(self) -> list[Sequence]: ...
-    def cancel(self, request_id: int) -> bool: ...
-    def cancel_all(self) -> None: ...
-    def take_result(self, request_id: int) -> RequestOutput: ...
+    ) -> list[int]:
+        """Queue all prompts and return their ids; if any prompt is invalid, queue none.
+
+        prompts: token ids.
+        params: one for all prompts, or a list of one per prompt.
+
+        Raises ``PromptError`` or ``SamplingError``.
+        """
+        check_prompts(prompts)
+        return [self.submit(sequence) for sequence in each_made(self.engine.make_sequence, prompts, params)]
+
+    def submit(self, sequence: Sequence) -> int:
+        """Queue a sequence made by this engine, and return its request id. :meth:`step` updates it."""
+        sequence.metrics.arrival = perf_counter()
+        self._queue(sequence)
+        self.requests[sequence.request_id] = sequence
+        return sequence.request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request as "cancelled"; return False if it had already ended.
+
+        Raises ``RoseError`` for an unknown id.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            if request_id not in self.finished:
+                self._raise_unknown(request_id)
+            return False
+        request.cancel()
+        self._withdraw(request)
+        return True
+
+    def take_result(self, request_id: int) -> RequestOutput:
+        """Return and forget the result of an ended request; raise ``RoseError`` if there is none."""
+        if request_id in self.requests:
+            raise RoseError(f"request {request_id} has not ended yet")
+        if request_id not in self.finished:
+            self._raise_unknown(request_id)
+        return self.finished.pop(request_id)
+
+    def _raise_unknown(self, request_id: int) -> None:
+        raise RoseError(
+            f"request {describe(request_id)} is unknown: it was never added, or its result was taken"
+        )
+
+    def _store_result(self, sequence: Sequence) -> None:
+        del self.requests[sequence.request_id]
+        self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
+        self.n_spared += sequence.max_length - len(sequence.tokens)
+
+    @abstractmethod
+    def step(self) -> list[Sequence]:
+        """Advance the requests; return those that received tokens or ended, each once."""
+
+    @abstractmethod
+    def cancel_all(self) -> None:
+        """Cancel all requests."""
+
+    @abstractmethod
+    def _queue(self, sequence: Sequence) -> None:
+        """Queue a sequence, which joins ``requests`` afterwards."""
+
+    @abstractmethod
+    def _withdraw(self, request: Sequence) -> None:
+        """Stop a request that was cancelled, and store its result."""
 
 
 def run_all(
@@ -98,7 +165,7 @@ class ActiveView:
         self.followed = [s for s in self.sequences if s.text is not None]
 
 
-class OnlineScheduler:
+class OnlineScheduler(Scheduler):
     """A scheduler with continuous batching: requests join at any time and leave as soon as they end.
 
     If the engine's steps run ahead of the host, the host admits requests, decodes text and stores results
@@ -112,31 +179,23 @@ class OnlineScheduler:
     error propagates to the caller; waiting requests keep waiting. The scheduler is not thread-safe, and must
     be the only user of its engine while it has active requests.
 
-    finished: each result, until :meth:`take_result`.
-    requests: the waiting and active requests, by id.
     preemptions: number of preemptions so far.
-    n_tokens, n_spared: as in :class:`Scheduler`.
     prefill_time_s, decode_time_s: seconds taken by all prefills and decode steps.
     decode_steps, decode_tokens: number of decode steps and of the tokens that they generated.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
-        engine.check_owner(self)
-        self.engine, self.config = engine, config_or_default(config)
+        super().__init__(engine)
+        self.engine: Engine = engine
+        self.config = config_or_default(config)
         self.max_batch_size = batch_size_of(self.config, engine.max_batch_size)
-        self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0
-        self.decode_tokens = self.decode_steps = self.preemptions = self.n_tokens = self.n_spared = 0
-        self.requests: dict[int, Sequence] = {}
+        self.decode_tokens = self.decode_steps = self.preemptions = 0
         self._waiting = WaitingQueue(self.config)
         self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
         self._active: list[Sequence] = []  # decoding; replaced, never mutated
         self._view: ActiveView | None = None
         self._stepped: list[list[Sequence]] = []  # per step, sequences with a token or failed
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.requests)
 
     @property
     def n_waiting(self) -> int:
@@ -153,14 +212,7 @@ class OnlineScheduler:
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
-        """Queue all prompts and return their ids; if any prompt is invalid, queue none.
-
-        prompts: token ids.
-        params: one for all prompts, or a list of one per prompt.
-
-        Raises ``PromptError``, ``SamplingError``, or ``OverloadError`` if ``max_in_flight`` would be
-        exceeded.
-        """
+        """Queue all prompts, as ``Scheduler`` does; raise ``OverloadError`` above ``max_in_flight``."""
         check_prompts(prompts)
         limit = self.config.max_in_flight
         if limit is not None and len(self.requests) + len(prompts) > limit:
@@ -168,16 +220,14 @@ class OnlineScheduler:
                 f"{len(prompts)} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting "
                 f"and {self.n_active} active; try again later"
             )
-        sequences = each_made(self.engine.make_sequence, prompts, params)
-        return [self.submit(sequence) for sequence in sequences]
+        return super().add_requests(prompts, params)
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence made by this engine, and return its request id."""
         self.engine.check_owner(self)
-        sequence.metrics.arrival = perf_counter()
-        self.requests[sequence.request_id] = sequence
+        return super().submit(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
-        return sequence.request_id
 
     def step(self) -> list[Sequence]:
         """Run one iteration: begin a decode step, begin a prefill, and collect the steps that have ended.
@@ -196,23 +246,12 @@ class OnlineScheduler:
         stepped = self._stepped
         return stepped[0] if len(stepped) == 1 else list(dict.fromkeys(chain.from_iterable(stepped)))
 
-    def cancel(self, request_id: int) -> bool:
-        """End a waiting or active request as "cancelled", and free its blocks.
-
-        Returns False if the request has already ended. Raises ``RoseError`` for an unknown id.
-        """
-        request = self.requests.get(request_id)
-        if request is None:
-            if request_id not in self.finished:
-                self._raise_unknown(request_id)
-            return False
-        request.cancel()
+    def _withdraw(self, request: Sequence) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
             self._store_result(request)
         else:
             self._finish([request])
-        return True
 
     def cancel_all(self) -> None:
         """Cancel all waiting and active requests."""
@@ -237,19 +276,6 @@ class OnlineScheduler:
             self.decode_time_s += done.seconds
             self.decode_tokens += n_tokens
             self.decode_steps += 1
-
-    def take_result(self, request_id: int) -> RequestOutput:
-        """Return and forget the result of an ended request; raise ``RoseError`` if there is none."""
-        if request_id in self.requests:
-            raise RoseError(f"request {request_id} has not ended yet")
-        if request_id not in self.finished:
-            self._raise_unknown(request_id)
-        return self.finished.pop(request_id)
-
-    def _raise_unknown(self, request_id: int) -> None:
-        raise RoseError(
-            f"request {describe(request_id)} is unknown: it was never added, or its result was taken"
-        )
 
     def _schedule_decode(self) -> list[Sequence]:
         """Return the sequences to decode, after preempting the youngest ones if there are too few blocks."""
@@ -384,11 +410,6 @@ class OnlineScheduler:
         for sequence in leaving:
             self.engine.release(sequence)
             self.engine.budget.unreserve(sequence)
-
-    def _store_result(self, sequence: Sequence) -> None:
-        del self.requests[sequence.request_id]
-        self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
-        self.n_spared += sequence.max_length - len(sequence.tokens)
 
 
 class OfflineScheduler(OnlineScheduler):
