@@ -37,6 +37,10 @@ class PromptError(RoseError):
     """A prompt that is empty, of the wrong type, or too long for the model or the KV cache."""
 
 
+class LongPromptError(PromptError):
+    """A prompt that leaves no room for a new token; other requests of the same call are unaffected."""
+
+
 class OverloadError(RoseError):
     """A request beyond the scheduler's limit; it can be submitted again later."""
 

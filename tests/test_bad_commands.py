@@ -46,7 +46,7 @@ SCHEDULER = cases(
     ("--workload W7 --hf-model-id rose-tiny", "W7: 512 prompt tokens and 1 new ones exceed the model's"),
     ("--max-new-tokens 1000", "exceed the model's 512 positions"),
     ("--num-requests 9999999", "'9999999' is too large; use at most 1048576"),
-    ("--num-kv-blocks 1 --block-size 4 --max-new-tokens 9", "the cache has 1"),
+    ("--num-kv-blocks 1 --block-size 4 --max-new-tokens 9", "ended after"),
     ("--num-kv-blocks 2147483647", "out of memory; ask for a smaller batch, fewer KV blocks"),
     ("--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
     ("--hf-model-id .", "has no config.json"),

@@ -66,7 +66,7 @@ def test_the_browser_extra_comes_with_the_browser_tests_only_and_once(copy):
 def test_pip_installs_the_project_if_uv_cannot(copy):
     (copy / ".venv/bin/python").write_text('#!/bin/sh\necho "$@" >> calls\ntest $2 != uv\n')
     assert "pip tries" in make("setup", folder=copy).stdout
-    assert (copy / "calls").read_text().splitlines()[-1].endswith("-e .[cluster,notebooks,test]")
+    assert (copy / "calls").read_text().splitlines()[-1].endswith("-e .[cluster,notebooks,serve,test]")
     assert (copy / ".venv/.installed").exists()
 
 
@@ -83,7 +83,7 @@ def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
     (torch,) = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("torch")]
     _uv, first, then = [call for call in calls if "pip install" in call]
     assert first.endswith(f" --torch-backend cpu {torch}")
-    assert then.endswith(" -e .[cluster,notebooks,test]")
+    assert then.endswith(" -e .[cluster,notebooks,serve,test]")
 
 
 @pytest.mark.parametrize(("name", "used"), [("mine", True), ("base", False)])

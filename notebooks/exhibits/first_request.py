@@ -103,7 +103,7 @@ def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
     before, start = engine.late_captures, time.perf_counter()
     outputs = OfflineScheduler(engine, scheduler_config(options)).run(ids, params)
     seconds = time.perf_counter() - start
-    check_served(outputs)
+    check_served(outputs, params)
     tokens = [output.token_ids for output in outputs]
     return {
         "seconds": seconds,

@@ -281,7 +281,8 @@ class JoinedStep(ResidentStep):
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """See :class:`step.Step`; more tokens than fit are cached by a pass of their own."""
         self._awaits_prompts = False
-        if self._held is not None and self.joined.takes(counts):
+        asked = any(s.prompt_logprobs is not None for s in sequences)
+        if self._held is not None and self.joined.takes(counts) and not asked:
             self._begin_joined(sequences, counts)
         else:
             self._begin_held()
@@ -320,6 +321,7 @@ class JoinedStep(ResidentStep):
         decoding = planner.running()
         self._start()
         with profile_range(STEP_RANGE):
+            planner.allow_stops()
             planner.deactivate()  # before their places are given to prompts, which the layers have not seen
             chunks = prompts.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)

@@ -91,7 +91,7 @@ def start_rosellm(task: Task) -> Rival:
     def generate() -> list[list[int]]:
         prepare_run(engine)
         outputs = OfflineScheduler(engine).run(task.prompts, params)
-        check_served(outputs)
+        check_served(outputs, params)
         return [output.token_ids for output in outputs]
 
     return Rival(generate, {"rival_version": rosellm.__version__, **engine_facts(engine)})

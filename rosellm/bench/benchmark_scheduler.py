@@ -39,7 +39,7 @@ def run_scheduler(job: Job, mode: str = "online") -> dict[str, Any]:
     start = perf_counter()
     outputs = MODES[mode](scheduler, engine.encode_many(job.prompts), job.params)
     total_time = perf_counter() - start
-    check_served(outputs)
+    check_served(outputs, job.params)
     tokens = [output.token_ids for output in outputs]
     throughput = scheduler.decode_tokens / scheduler.decode_time_s if scheduler.decode_steps else None
     return {

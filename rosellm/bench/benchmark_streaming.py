@@ -33,7 +33,7 @@ from rosellm.bench.arrivals import (
     queue_over_time,
     submit_by_deadline,
 )
-from rosellm.bench.job import Benchmark, Job, Run, prepare_run
+from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import INT32_MAX, command
@@ -75,6 +75,7 @@ def run_streaming(
         request_ids, lags = _submit(manager, job, times or [0.0] * n, inbox)
         reading.result()
         outputs = [manager.result(request_id) for request_id in request_ids]
+    check_served(outputs, job.params)
     tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
     total_time = max(request.token_times[-1] for request in requests) - start
     return {

@@ -23,6 +23,7 @@ from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from rosellm.roseinfer.trial import kv_blocks_within_memory
 
@@ -167,11 +168,17 @@ def prepare_run(engine: Engine) -> None:
         torch.cuda.reset_peak_memory_stats(engine.device)
 
 
-def check_served(outputs: list[RequestOutput]) -> None:
-    """Raise ``RoseError`` if a request failed, since a run with fewer tokens is no measurement."""
-    for number, output in enumerate(outputs, 1):
+def check_served(outputs: list[RequestOutput], params: SamplingParams | list[SamplingParams]) -> None:
+    """Raise ``RoseError`` if a request failed or was cut short, since such a run is no measurement."""
+    for number, (output, own) in enumerate(zip(outputs, one_each(params, len(outputs)), strict=True), 1):
+        request = f"request {number} of {len(outputs)}"
         if output.finish_reason == "failed":
-            raise RoseError(f"request {number} of {len(outputs)} failed: {output.error}")
+            raise RoseError(f"{request} failed: {output.error}")
+        if output.finish_reason == "length" and len(output.token_ids) < (own.max_tokens or 0):
+            raise RoseError(
+                f"{request} ended after {len(output.token_ids)} of {own.max_tokens} tokens: there is no room "
+                "for more in the model's positions or the KV cache"
+            )
 
 
 @dataclass(frozen=True)

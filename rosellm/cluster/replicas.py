@@ -16,6 +16,7 @@ from rosellm.cluster.runtime import Runtime
 from rosellm.cluster.seats import Death, Seat, Seats
 from rosellm.errors import OptionError, RoseError, describe
 from rosellm.models.loading import load_tokenizer_of, resolve_device
+from rosellm.roseinfer.cache.limits import new_sequence
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence
@@ -23,7 +24,6 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, batch_size_of
 from rosellm.roseinfer.serving.scheduler import Progress, Scheduler, run_all
 from rosellm.roseinfer.tensor_parallel import check_cut
-from rosellm.roseinfer.text import IncrementalText
 
 INTERRUPTED_WITHIN_S = 0.25
 MOST_REPLICAS = 1024
@@ -59,7 +59,7 @@ class Replicas(Owned):
         check_replicas(n)
         if options["device"] not in ("auto", "cuda"):
             resolve_device(options["device"])
-        self.tokenizer = load_tokenizer_of(model, options["load_format"])
+        self.tokenizer = load_tokenizer_of(model, options["load_format"], options.get("tokenizer"))
         check_cut(n_ranks, model, options["load_format"])
         self._config = config
         ending = ExitStack()
@@ -109,12 +109,10 @@ class Replicas(Owned):
 
         Raises what ``Limits.check`` raises for an invalid request.
         """
-        self.limits.check(prompt, params)
         self._n_requests += 1
-        sequence = Sequence(self._n_requests, prompt, params, self._facts.eos_token_ids)
+        eos = self._facts.eos_token_ids
+        sequence = new_sequence(self._n_requests, prompt, params, self.limits, eos, self.tokenizer)
         sequence.num_cached_tokens = sequence.n_prompt
-        if params.stops:
-            sequence.text = IncrementalText(self.tokenizer, params.stops)
         return sequence
 
     def scheduler(self, config: SchedulerConfig) -> ReplicaScheduler:
@@ -127,9 +125,15 @@ class Replicas(Owned):
         return ReplicaScheduler(self, config, STREAMING_SLICE_S, STREAMING_SLICE_S)
 
     def run(
-        self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        progress: Progress | None = None,
+        firsts: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Serve the requests and return their outputs, in the order of ``prompts`` (see :func:`run_all`).
+
+        firsts: without effect; replicas may run equal prompts apart.
 
         Raises ``ClusterError`` if all replicas have died and none comes back.
         """
@@ -170,7 +174,7 @@ class ReplicaScheduler(Scheduler):
             self._seats.begin(self._config)
         size = self.engine.mark_size
         known = marks(sequence.tokens, size) if size else ()
-        n_new = sequence.params.max_tokens
+        n_new = sequence.max_length - sequence.n_prompt
         self._router.submit(Routed(sequence.request_id, sequence.n_prompt, n_new, known))
 
     def step(self) -> list[Sequence]:

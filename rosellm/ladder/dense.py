@@ -14,6 +14,7 @@ from itertools import chain
 from time import perf_counter
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +24,11 @@ from rosellm.ladder.prefill import Prefill
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
-from rosellm.roseinfer.kernels.draw import draw, finite_only
+from rosellm.roseinfer.cache.token_counts import dense_entries
+from rosellm.roseinfer.kernels.draw import draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_ref
+from rosellm.roseinfer.layers.logprobs import add_likely, likely_of, likely_tokens
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range, warm_up
@@ -227,23 +230,43 @@ class Dense:
         return [torch.tensor(row, dtype=dtype).to(self.model.device) for row in rows]
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """Return B token ids for logits ``[B, V]``: the argmax, or a seeded draw by temperature.
+        """Return B token ids for logits ``[B, V]``: the argmax, or a seeded draw.
 
         A row without probabilities (with NaN, with +inf, or all -inf) gives ``NOT_FINITE``.
         """
-        self._logits = logits
-        tokens = finite_only(*logits.max(dim=-1))
+        self._logits = adjusted = logits
+        if any(s.params.is_penalised for s in sequences):
+            adjusted = self._penalised(logits, sequences)
+        tokens = finite_only(*adjusted.max(dim=-1))
         drawn = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
         if drawn:
-            tokens[drawn] = self._draw(logits[drawn], [sequences[row] for row in drawn])
+            tokens[drawn] = self._draw(adjusted[drawn], [sequences[row] for row in drawn])
+        self._give_logprobs(logits, tokens, sequences)
         return tokens.tolist()
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        temperature = torch.tensor([float(s.params.temperature) for s in sequences]).to(logits.device)
-        integers = torch.tensor([[s.seed for s in sequences], [len(s.tokens) for s in sequences]])
-        seeds, positions = integers.to(logits.device)
-        filters = torch.zeros_like(seeds), torch.ones_like(temperature), torch.zeros_like(temperature)
-        return draw(logits, temperature, *filters, seeds, positions, self.kernels.gumbel_noise).long()
+        params = [s.params for s in sequences]
+        floats = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64)
+        temperature, top_p, min_p = floats.float().to(logits.device).unbind(1)
+        integers = [[s.seed, len(s.tokens), p.top_k] for s, p in zip(sequences, params, strict=True)]
+        seeds, positions, top_k = torch.tensor(integers).to(logits.device).unbind(1)
+        noise = self.kernels.gumbel_noise
+        return draw(logits, temperature, top_k, top_p, min_p, seeds, positions, noise).long()
+
+    def _penalised(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        entries = np.stack([dense_entries(s, logits.shape[1]) for s in sequences])
+        params = [s.params for s in sequences]
+        by = torch.tensor([[p.repetition, p.presence_penalty, p.frequency_penalty] for p in params])
+        words = torch.from_numpy(entries).to(logits.device)
+        return penalised_ref(logits, words, *by.float().to(logits.device).unbind(1))
+
+    def _give_logprobs(self, logits: Tensor, tokens: Tensor, sequences: list[Sequence]) -> None:
+        """Give the logprobs of the new tokens to the sequences that request them."""
+        rows = [row for row, s in enumerate(sequences) if s.logprobs is not None and tokens[row] >= 0]
+        if rows:
+            own = [sequences[row] for row in rows]
+            words = likely_tokens(logits[rows], tokens[rows]).cpu()
+            add_likely(own, likely_of(words, [s.params.logprobs for s in own]))
 
     def tables(self, sequences: list[Sequence]) -> list[list[Table]]:
         """Return the tables of these sequences as ``[pool][row]``."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from rosellm.errors import RecipeError, SamplingError
+from rosellm.errors import RecipeError
 from rosellm.ladder import resident, rungs
 from rosellm.ladder.dense import Dense
 from rosellm.ladder.pools import PooledBlocks
@@ -16,7 +16,6 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.rung import Rung
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.step import Step
 
 FIRST = "dense"
@@ -104,17 +103,6 @@ class MuseumRung(Rung):
                 f"tensor_parallel_size {n_ranks} needs rung 'fused_append' or a later one, not {self.name!r}"
             )
 
-    def check_request(self, params: SamplingParams) -> None:
-        """Raise ``SamplingError`` if this rung is host-driven and a parameter besides temperature is set.
-
-        Only parameters that affect the output count.
-        """
-        if self.name in STEPS and (asked := beyond_temperature(params)):
-            raise SamplingError(
-                f"rung {self.name!r} generates greedily or by temperature, without {asked}; "
-                "resident_step and later ones do more"
-            )
-
     def invariant(self) -> Rung:
         """Raise ``RecipeError``: no earlier rung has a fixed summation order."""
         raise RecipeError(f"deterministic=True needs rung 'small_gemm' or a later one, not {self.name!r}")
@@ -149,18 +137,6 @@ class MuseumRung(Rung):
         if self.name in STEPS:
             return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
         return getattr(resident, self.name)(model, kernels, parts())
-
-
-def beyond_temperature(params: SamplingParams) -> str:
-    """Return the name of a parameter besides temperature that affects the output, or "" if none does."""
-    asked = {
-        "logprobs": params.logprobs is not None,
-        "penalties": params.is_penalised,
-        "top_k": params.top_k > 0,
-        "top_p": params.top_p < 1,
-        "min_p": params.min_p > 0,
-    }
-    return next((name for name, is_asked in asked.items() if is_asked), "")
 
 
 def _museum() -> dict[str, MuseumRung]:

@@ -14,6 +14,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.layers.logprobs import PromptTokens, likely_prompt_tokens
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 
@@ -35,7 +36,8 @@ class Prefill:
         """Cache ``counts[i]`` more tokens of sequence i, without updating its ``num_cached_tokens``.
 
         tables: the sequences' blocks, as ``[pool][row]``. Returns the final hidden states ``[n, C]`` at the
-        last token of each sequence whose prefill this completes.
+        last token of each sequence whose prefill this completes. Logprobs of prompts are given to the
+        sequences that request them.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             return self._run(sequences, [s.num_cached_tokens for s in sequences], counts, padded(tables))
@@ -60,6 +62,8 @@ class Prefill:
             return attention(layer, q, k, v)
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
+        for asked in PromptTokens.asked(sequences, starts, counts):
+            asked.give(likely_prompt_tokens(self.model.logits, hidden, asked.rows, asked.tokens))
         whole = [s.completes_prefill(n) for s, n in zip(sequences, counts, strict=True)]
         last = torch.from_numpy((np.cumsum(counts) - 1)[whole]).to(device)
         return hidden[last]  # [n, C]

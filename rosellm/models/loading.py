@@ -20,6 +20,7 @@ from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_token
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALIASES = {"float": "float32", "half": "float16"} | {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = {"F64": None, "F32": None, "F16": "float16", "BF16": "bfloat16"}  # None: not 16-bit
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -37,11 +38,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
+def resolve_dtype(name: str | torch.dtype, device: torch.device, arch: Arch | None = None) -> torch.dtype:
     """Return the dtype named ``name``; raise ``DeviceError`` for an unknown name.
 
-    name: a key of ``DTYPES``, or "auto": on a GPU the dtype of ``arch`` (float16 if it has none), on a CPU
-        float32, since 16-bit GEMMs are slow there.
+    name: a key of ``DTYPES``, "half", "float", a dtype of torch, or "auto": on a GPU the dtype of ``arch``
+        (float16 if it has none), on a CPU float32, since 16-bit GEMMs are slow there.
     arch: the model's architecture; used only by "auto".
     """
     if name == "auto":
@@ -49,6 +50,7 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
             return torch.float32
         own = arch.dtype if arch is not None else None
         return DTYPES.get(own or "float16", torch.float32)  # float64 becomes float32
+    name = ALIASES.get(name, name) if isinstance(name, (str, torch.dtype)) else name
     if not isinstance(name, str) or name not in DTYPES:
         raise DeviceError(f"dtype {describe(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
@@ -82,7 +84,12 @@ def stored_dtype(shards: list[Path]) -> str | None:
 
 
 def load_parts(
-    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto", part: Part = WHOLE
+    model: str,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    load_format: str = "auto",
+    part: Part = WHOLE,
+    tokenizer: str | None = None,
 ) -> tuple[Transformer, AnyTokenizer]:
     """Load a checkpoint and its tokenizer.
 
@@ -91,6 +98,7 @@ def load_parts(
     load_format: "auto" reads the files; "dummy" makes seeded random weights in the same shapes, and a
         tokenizer that needs no download.
     part: the part of the weights to load.
+    tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
 
     Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be sharded over the
     ranks of ``part``.
@@ -103,13 +111,23 @@ def load_parts(
     arch = arch_of(model, load_format)
     part.check(arch)
     load = dummy_model if load_format == "dummy" else load_model
+    reader = load_tokenizer_of(model, load_format, tokenizer)
     gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part)
-    return gpt, load_tokenizer_of(model, load_format)
+    gpt.whole, gpt.config = (_ended_by(reader, arch) for arch in (gpt.whole, gpt.config))
+    return gpt, reader
 
 
-def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
+def _ended_by(tokenizer: AnyTokenizer, arch: Arch) -> Arch:
+    """Add the tokenizer's end-of-sequence token, which fine-tunes may forget to add to the configs."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return replace(arch, eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + own)))
+
+
+def load_tokenizer_of(model: str, load_format: str = "auto", tokenizer: str | None = None) -> AnyTokenizer:
     """Load only the tokenizer that :func:`load_parts` would load; raise ``CheckpointError`` if that fails."""
     _check_source(model, load_format)
+    if tokenizer is not None:
+        return load_tokenizer(checkpoint_folder(tokenizer), arch_of(model, load_format))
     if load_format == "dummy":
         return load_dummy_tokenizer(dummy_shape(model))
     folder = checkpoint_folder(model)

@@ -18,7 +18,17 @@ def opened(shard: Path) -> safe_open:
     try:
         return safe_open(shard, framework="pt")
     except (SafetensorError, OSError) as error:
+        if _is_lfs_pointer(shard):
+            raise CheckpointError(f"{shard} is a git-lfs pointer; run `git lfs pull` in its folder") from None
         raise CheckpointError(f"{shard} cannot be read as safetensors: {error}") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -32,7 +42,11 @@ def shards_of(folder: Path) -> list[Path]:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     if missing := [describe(name) for name in names if name not in present]:
         listed = ", ".join(missing[:MOST_NAMED]) + (" and others" if len(missing) > MOST_NAMED else "")
-        raise CheckpointError(f"{folder} lacks {listed} (only safetensors files in the folder are read)")
+        others = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        convert = "; transformers' save_pretrained converts others" if others else ""
+        raise CheckpointError(
+            f"{folder} lacks {listed} (only safetensors files in the folder are read{convert})"
+        )
     return [folder / name for name in names]
 
 

@@ -7,6 +7,7 @@ import reprlib
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
+REPLACEMENT = "\ufffd"  # in place of bytes that are no character
+CONTEXT = 8  # tokens of the prompt that decide how the text after it begins
 
 
 class TextStream(Protocol):
@@ -37,12 +40,17 @@ class TextStream(Protocol):
 
 
 class DecoderStream:
-    """A :class:`TextStream` for any tokenizer, which uses the tokenizer's own decoder."""
+    """A :class:`TextStream` for any tokenizer, which uses the tokenizer's own decoder.
 
-    def __init__(self, raw: tokenizers.Tokenizer) -> None:
-        self._raw, self._n_given = raw, 0
-        self._ids: list[int] = []
-        self._stream = DecodeStream(skip_special_tokens=True)
+    prompt: the ids before the text.
+    skip_special: whether to omit special tokens.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, prompt: Sequence[int], skip_special: bool) -> None:
+        self._raw, self._skip_special = raw, skip_special
+        self._ids = list(prompt[-CONTEXT:])
+        self._n_given = len(self._decoded().rstrip(REPLACEMENT))
+        self._stream = DecodeStream(self._ids, skip_special_tokens=skip_special)
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -50,12 +58,15 @@ class DecoderStream:
             piece = self._stream.step(self._raw, token_id) or ""
         except Exception:  # the library's only class of error: it has revised earlier output
             piece = self.finish()
-            self._stream = DecodeStream(self._ids[-1:], skip_special_tokens=True)
+            self._stream = DecodeStream(self._ids[-1:], skip_special_tokens=self._skip_special)
         self._n_given += len(piece)
         return piece
 
     def finish(self) -> str:
-        return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_given :]
+        return self._decoded()[self._n_given :]
+
+    def _decoded(self) -> str:
+        return self._raw.decode(self._ids, skip_special_tokens=self._skip_special)
 
 
 class Cache(dict):
@@ -99,19 +110,28 @@ class ByteStream:
 
 
 class Tokenizer:
-    """The tokenizer of the checkpoint in ``folder``; decoded text omits special tokens.
+    """The tokenizer of the checkpoint in ``folder``.
 
     raw: the library's tokenizer.
     eos_token_id: the end-of-sequence token, or None.
     folder: None if the tokenizer belongs to no checkpoint.
+    bos_token_id: the beginning-of-sequence token, or None.
+
+    The ``prompt`` of :meth:`decode` and :meth:`stream` is the ids before those to decode: in many
+    vocabularies, only the first word of a text lacks the space before it.
     """
 
     def __init__(
-        self, raw: tokenizers.Tokenizer, eos_token_id: int | None, folder: Path | None = None
+        self,
+        raw: tokenizers.Tokenizer,
+        eos_token_id: int | None,
+        folder: Path | None = None,
+        bos_token_id: int | None = None,
     ) -> None:
         self._raw = raw
-        self.eos_token_id, self.folder = eos_token_id, folder
+        self.eos_token_id, self.bos_token_id, self.folder = eos_token_id, bos_token_id, folder
         self._bytes, self._pieces = Cache(self.token_bytes), Cache(self._piece)
+        self._all_pieces = Cache(self._piece_of_any)
         self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
         self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
 
@@ -147,13 +167,25 @@ class Tokenizer:
         known = dict(zip(distinct, encoded, strict=True))
         return [known[text].ids for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        if self._is_byte_level:
-            return b"".join(map(self._bytes.__getitem__, ids)).decode(errors="replace")
-        return self._raw.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special: bool = True) -> str:
+        """Return the text of ``ids``.
 
-    def stream(self) -> TextStream:
-        return ByteStream(self._pieces) if self._is_byte_level else DecoderStream(self._raw)
+        skip_special: whether to omit special tokens.
+        """
+        if self._is_byte_level and skip_special:
+            return b"".join(map(self._bytes.__getitem__, ids)).decode(errors="replace")
+        stream = self.stream(prompt, skip_special)
+        return "".join(map(stream.push, ids)) + stream.finish()
+
+    def stream(self, prompt: Sequence[int] = (), skip_special: bool = True) -> TextStream:
+        """Return a decoder of ids that arrive one by one; arguments as in :meth:`decode`."""
+        if self._is_byte_level:
+            return ByteStream(self._pieces if skip_special else self._all_pieces)
+        return DecoderStream(self._raw, prompt, skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special or not."""
+        return self.decode([token_id], skip_special=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a byte-level token; empty for special and unknown tokens."""
@@ -173,6 +205,11 @@ class Tokenizer:
         ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
         fields = {"tokenizer_class": "PreTrainedTokenizerFast", **ends}
         write_text(folder / "tokenizer_config.json", json.dumps(fields, indent=1) + "\n")
+
+    def _piece_of_any(self, token_id: int) -> str | bytes:
+        """Return what :meth:`_piece` returns, or the content of a special token."""
+        token = self._raw.id_to_token(token_id)
+        return token if token in self._special else self._piece(token_id)
 
     def _piece(self, token_id: int) -> str | bytes:
         """Return a token's text, or its bytes if they are not whole characters."""
@@ -222,27 +259,30 @@ def byte_of_character() -> dict[str, int]:
 def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
     """Load the tokenizer of the checkpoint in ``folder``.
 
-    config: the model's architecture. The tokenizer's ``eos_token_id`` is the first of its end-of-sequence
-        ids, or else the id of ``<|endoftext|>``.
+    config: the model's architecture. The tokenizer's ``eos_token_id`` is its own end-of-sequence token, or
+        else the model's first one, or else the id of ``<|endoftext|>``.
 
-    Raises ``CheckpointError`` if files are missing or corrupt, or if the vocabulary is larger than the
-    model's.
+    It may have more tokens than the model has embeddings; a prompt with such a token is refused. Raises
+    ``CheckpointError`` if files are missing or corrupt.
     """
-    raw = _read(folder)
-    n_ids = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
-    if n_ids > config.vocab_size:
-        raise CheckpointError(
-            f"{folder}'s tokenizer has token ids up to {n_ids - 1}; "
-            f"the model has embeddings for {config.vocab_size} tokens"
-        )
-    eos = config.eos_token_ids[0] if config.eos_token_ids else raw.token_to_id(END_OF_TEXT)
-    return Tokenizer(raw, eos, folder)
+    theirs = _read(folder)
+    raw = theirs.backend_tokenizer
+    eos, bos = (_id_within(raw, token, config.vocab_size) for token in (theirs.eos_token, theirs.bos_token))
+    if eos is None:
+        eos = config.eos_token_ids[0] if config.eos_token_ids else raw.token_to_id(END_OF_TEXT)
+    return Tokenizer(raw, eos, folder, bos)
+
+
+def _id_within(raw: tokenizers.Tokenizer, token: str | None, vocab_size: int) -> int | None:
+    """Return a token's id, or None if there is no such token or no embedding for it."""
+    token_id = None if token is None else raw.token_to_id(token)
+    return token_id if token_id is not None and token_id < vocab_size else None
 
 
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
     """Return the tokenizer that ``load_format="dummy"`` uses for a model with this ``Arch``."""
     eos = config.eos_token_ids[0] if config.eos_token_ids else None
-    return DummyTokenizer(_read(checkpoint_folder(SHIPPED)), config.vocab_size, eos)
+    return DummyTokenizer(_read(checkpoint_folder(SHIPPED)).backend_tokenizer, config.vocab_size, eos)
 
 
 def from_transformers(folder: Path, **tokens: Any) -> Any:
@@ -257,8 +297,8 @@ def from_transformers(folder: Path, **tokens: Any) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **tokens)
 
 
-def _read(folder: Path) -> tokenizers.Tokenizer:
-    """Read the tokenizer in a folder as transformers does, but without truncation and padding.
+def _read(folder: Path) -> Any:
+    """Read the tokenizer in a folder with transformers, without truncation and padding.
 
     Raises ``CheckpointError`` if it is missing or corrupt.
     """
@@ -266,8 +306,14 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
     failure = f"{folder} has no tokenizer.json, and transformers cannot read any other vocabulary in it"
     if path.is_file():
         failure = f"{path}, with the configs beside it, cannot be read as a tokenizer"
+    elif (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{folder} has a tokenizer.model and no tokenizer.json; reading it requires sentencepiece and "
+            "protobuf: pip install 'rosellm[sentencepiece]'"
+        )
     try:
-        raw = from_transformers(folder, pad_token=None).backend_tokenizer
+        theirs = from_transformers(folder, pad_token=None)
+        raw = theirs.backend_tokenizer
         added = {str(token) for token in raw.get_added_tokens_decoder().values()}
         if not raw.get_vocab(with_added_tokens=False).keys() - added:  # only added tokens
             raise ValueError("it is empty or absent")
@@ -275,7 +321,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
         raise refusal(CheckpointError, failure, error) from error
     raw.no_truncation()
     raw.no_padding()
-    return raw
+    return theirs
 
 
 def refusal(kind: type[RoseError], failure: str, error: BaseException) -> RoseError:

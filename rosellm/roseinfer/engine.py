@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, describe
+from rosellm.errors import OptionError, PromptError, RoseError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -19,7 +20,7 @@ from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.layer_blocks import KVBlockManager
-from rosellm.roseinfer.cache.limits import Limits
+from rosellm.roseinfer.cache.limits import Limits, new_sequence
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -32,8 +33,7 @@ from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS
 from rosellm.roseinfer.steps.step import Step
-from rosellm.roseinfer.text import IncrementalText
-from rosellm.roseinfer.trial import PREFILL_TOKENS, kv_blocks_within_memory, working_bytes
+from rosellm.roseinfer.trial import CPU_KV_BYTES, PREFILL_TOKENS, kv_blocks_within_memory, working_bytes
 
 __all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
@@ -49,7 +49,7 @@ class Engine(Owned):
     recipe: the name of a rung of ``LADDER``, or any ``Recipe``; None means the best rung for the device.
     max_batch_size: maximum number of sequences that decode together.
     max_model_len: maximum number of tokens of a request, prompt and output together; None means the model's
-        number of positions.
+        number of positions, or as many as memory has room for.
     num_kv_blocks: number of KV blocks per layer; None means enough for ``max_batch_size`` full-length
         sequences, but no more than memory allows.
     gpu_memory_utilization: the fraction of a GPU's memory for everything that the engine holds. If this may
@@ -104,15 +104,18 @@ class Engine(Owned):
         self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
+        self._may_shorten = max_model_len is None
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         self.blocks = self._cache_of(n_blocks)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
-        self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
+        can_share = self.recipe.has_prefix_cache
+        self._shared = PrefixCache(self.blocks, self.prefill_alignment) if can_share else None
+        self.prefix_cache = self._shared if prefix_cache else None
         self.step = self._step_on(self.blocks)
         sizes = self.max_model_len, block_size, self.num_kv_blocks
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
-        self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
+        self.budget = BlockBudget(self.blocks, self._shared, self.step.run_ahead)
         self._n_warmed = 0
         if warm_up:
             self.warm_up()
@@ -127,13 +130,14 @@ class Engine(Owned):
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
+        tokenizer: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model with :func:`loading.load_parts`, and build an engine on it.
 
         options: options of the constructor.
         """
-        return cls(*load_parts(model, device, dtype, load_format), **options)
+        return cls(*load_parts(model, device, dtype, load_format, tokenizer=tokenizer), **options)
 
     @property
     def device(self) -> torch.device:
@@ -170,14 +174,11 @@ class Engine(Owned):
         With stop strings, the sequence's text is decoded token by token. Raises ``PromptError`` or
         ``SamplingError`` for a request that this engine can never run.
         """
-        self.limits.check(prompt, params)
-        self.recipe.check_request(params)
         self._n_requests += 1
-        eos = self.config.eos_token_ids
-        sequence = Sequence(self._n_requests, prompt, params, eos, replays=self.deterministic)
-        if params.stops:
-            sequence.text = self._text_until(params.stops)
-        return sequence
+        eos, tokenizer = self.config.eos_token_ids, self.tokenizer
+        return new_sequence(
+            self._n_requests, prompt, params, self.limits, eos, tokenizer, replays=self.deterministic
+        )
 
     def encode(self, prompt: str | list[int], special: bool = True) -> list[int]:
         """Return the token ids of a prompt; a list of token ids is returned unchanged.
@@ -208,13 +209,14 @@ class Engine(Owned):
         chunks = rests if counts is None else list(map(min, counts, rests))
         self._check_chunks(sequences, chunks)
         whole = [s for s, chunk in zip(sequences, chunks, strict=True) if s.completes_prefill(chunk)]
-        if self.prefix_cache is not None:
+        if self._shared:
             self.budget.make_room_to_prefill(sequences, chunks)
         self._holders.update(sequences)
         self.step.begin_prefill(sequences, chunks)
-        if self.prefix_cache is not None:
+        if self._shared is not None:
             for sequence in whole:
-                self.prefix_cache.insert(sequence.prompt, sequence.block_ids)
+                if self.prefix_cache is not None or sequence.n_siblings:
+                    self._shared.insert(sequence.prompt, sequence.block_ids)
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
@@ -223,7 +225,7 @@ class Engine(Owned):
         A step that runs ahead omits sequences whose last token is already in flight; if that applies to all
         sequences, nothing runs. A list that is passed again must not have been modified in between.
         """
-        if self.prefix_cache is not None:
+        if self._shared:
             self.budget.make_room_to_decode(sequences)
         return self.step.begin_decode(sequences)
 
@@ -238,21 +240,36 @@ class Engine(Owned):
         self._finish()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of an ended or abandoned sequence, which receives no further token."""
+        """Free the blocks of an ended or abandoned sequence, which receives no further token.
+
+        If there is a prefix cache, its tokens stay cached, so that a prompt that continues them reuses them;
+        not in deterministic mode, where only prefilled tokens may be reused.
+        """
         self.step.release(sequence)
+        is_valid = sequence.n_output > 0 and sequence.finish_reason != "failed"
+        if self.prefix_cache is not None and is_valid and not self.deterministic:
+            cached = sequence.tokens[: sequence.num_cached_tokens]
+            self.prefix_cache.insert(cached, sequence.block_ids)
         self._holders.discard(sequence)
         sequence.num_cached_tokens = 0
         self.blocks.free_blocks(sequence.block_ids)
         sequence.block_ids.clear()
 
+    def disown(self, scheduler: object) -> None:
+        super().disown(scheduler)
+        if self._shared is not None and self.prefix_cache is None:
+            self._shared.clear()  # prompts of several completions, which have all ended
+
     def match_prefixes(self, sequences: list[Sequence]) -> None:
         """Give each sequence without blocks the cached blocks of its longest cached prefix."""
-        if self.prefix_cache is None:
+        if not self._shared:
             return
         for sequence in sequences:
-            if not sequence.block_ids:
+            if not sequence.block_ids and sequence.prompt_logprobs is None:
                 known = sequence.tokens[: sequence.prefill_length]
-                sequence.num_cached_tokens, sequence.block_ids = self.prefix_cache.match(known)
+                sequence.num_cached_tokens, sequence.block_ids = self._shared.match(known)
+                if not sequence.n_output:
+                    sequence.num_cached_prompt_tokens = sequence.num_cached_tokens
                 self._holders.add(sequence)
 
     def check_integrity(self) -> None:
@@ -261,14 +278,9 @@ class Engine(Owned):
         Holders are the sequences that were prefilled and not yet released, and the prefix cache.
         """
         held = Counter(chain.from_iterable(s.block_ids for s in self._holders))
-        if self.prefix_cache is not None:
-            held += self.prefix_cache.holdings()
+        if self._shared is not None:
+            held += self._shared.holdings()
         self.blocks.check_integrity(held)
-
-    def _text_until(self, stops: tuple[str, ...]) -> IncrementalText:
-        if self.tokenizer is None:
-            raise SamplingError("stop strings need a tokenizer, and this engine has none")
-        return IncrementalText(self.tokenizer, stops)
 
     def _check_chunks(self, sequences: list[Sequence], chunks: list[int]) -> None:
         for sequence, chunk in zip(sequences, chunks, strict=True):
@@ -314,21 +326,24 @@ class Engine(Owned):
 
         utilization: the fraction of the GPU's memory for everything that the engine holds.
 
-        Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits.
+        If not even one request of ``max_model_len`` tokens fits, shortens ``max_model_len`` with a warning if
+        it is the model's, and raises ``OptionError`` if it was given.
         """
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
         measure = self._working_bytes if isinstance(self.recipe, Recipe) else None  # trials use inert inputs
         sizes = wanted, size, self.max_batch_size
         there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
-        if there < one:
-            fits = (
-                f"max_model_len={there * size} is the most that fits" if there else "not even one token fits"
-            )
-            raise OptionError(
-                f"a request of {self.max_model_len} tokens needs {one} KV blocks of {size} tokens per layer; "
-                f"memory has room for {there}: {fits}"
-            )
+        if there >= one:
+            return there
+        limit = f"{CPU_KV_BYTES >> 30} GiB" if self.device.type == "cpu" else f"{utilization:.0%} of the GPU"
+        if not there:
+            raise OptionError(f"the KV cache has no room for even one block of {size} tokens within {limit}")
+        room = f"within {limit}, the KV cache has room for {there * size} tokens of the model's"
+        if not self._may_shorten:
+            raise OptionError(f"max_model_len is {self.max_model_len}; {room}: use at most {there * size}")
+        warnings.warn(f"max_model_len is {there * size}: {room} {self.max_model_len}", stacklevel=2)
+        self.max_model_len = there * size
         return there
 
 

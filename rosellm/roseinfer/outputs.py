@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
+from html import escape
+from reprlib import Repr
 from typing import Any, Literal
 
 from rosellm.errors import RoseError
@@ -43,22 +45,37 @@ class Logprob:
     decoded_token: str | None
 
 
-@dataclass
+class Undecoded:
+    """A text that is decoded when it is first needed; a copy of it is the text itself."""
+
+    def __init__(self, decode: Callable[[], str]) -> None:
+        self.decode = decode
+
+    def __deepcopy__(self, memo: dict) -> str:
+        return self.decode()
+
+
+@dataclass(repr=False)
 class RequestOutput:
     """A finished request and its completion; if a prompt has several completions, the first holds the rest.
 
     prompt: the text given to ``LLM.generate``, or None if token ids were given.
     token_ids: the generated tokens, including an end-of-sequence token.
-    finish_reason: "stop" (end of sequence or a stop string), "length", "cancelled", or "failed" with the
-        reason in ``error``.
+    finish_reason: "stop" (a stop token or a stop string), "length", "cancelled", or "failed" with the reason
+        in ``error``.
+    stop_reason: the stop string or the one of ``stop_token_ids`` that ended the completion; None otherwise.
     metrics: the times of the request and its tokens.
-    text_or_decoder: the text, or a function that decodes it; None without a tokenizer.
+    text_or_decoder: the text, or what decodes it; None without a tokenizer. Use ``text``.
     logprobs: for each token a dictionary from token id to :class:`Logprob`, the sampled token first, then the
         most likely ones; None unless requested.
+    prompt_logprobs: the same for the prompt's tokens, None for the first; None unless requested.
     cumulative_logprob: the sum of the sampled tokens' logprobs; None unless requested.
+    index: the completion's place among those of its prompt, from 0.
+    num_cached_tokens: number of tokens of the prompt that the prefix cache held.
     others: the other completions of the prompt.
 
     Outputs with the same prompt, tokens and finish reason are equal, even if their requests differ.
+    ``dataclasses.asdict`` gives values that JSON can hold.
     """
 
     request_id: int = field(compare=False)
@@ -66,12 +83,16 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: str
     metrics: RequestMetrics = field(compare=False)
-    text_or_decoder: str | Callable[[], str] | None = field(repr=False, compare=False)
+    text_or_decoder: str | Undecoded | None = field(compare=False)
     error: str | None = None
     prompt: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False, compare=False)
+    logprobs: list[dict[int, Logprob]] | None = field(default=None, compare=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, compare=False)
     cumulative_logprob: float | None = field(default=None, compare=False)
-    others: list[RequestOutput] = field(default_factory=list, repr=False)
+    stop_reason: str | int | None = field(default=None, compare=False)
+    index: int = field(default=0, compare=False)
+    num_cached_tokens: int = field(default=0, compare=False)
+    others: list[RequestOutput] = field(default_factory=list)
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
@@ -82,52 +103,92 @@ class RequestOutput:
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
-        likely = sequence.logprobs
+        likely, prompt = sequence.logprobs, sequence.prompt_logprobs
         return cls(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.prompt,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             metrics=sequence.metrics,
-            text_or_decoder=_decoder(sequence, tokenizer),
+            text_or_decoder=_undecoded(sequence, tokenizer),
             error=sequence.error,
-            logprobs=None if likely is None else _decoded(likely, tokenizer),
+            logprobs=None if likely is None else decoded_logprobs(likely, tokenizer),
+            prompt_logprobs=None if prompt is None else decoded_logprobs(prompt, tokenizer),
             cumulative_logprob=None if likely is None else sum((own[1] for own, *_ in likely), 0.0),
+            stop_reason=sequence.stop_reason,
+            num_cached_tokens=sequence.num_cached_prompt_tokens,
         )
 
     @property
     def text(self) -> str | None:
-        """The completion without its end-of-sequence token, cut before the first stop string.
+        """The completion without the stop token or stop string that ended it.
 
         Decoded on first access; None if the engine has no tokenizer.
         """
-        text = self.text_or_decoder
-        if callable(text):
-            self.text_or_decoder = text = text()
-        return text
+        if isinstance(self.text_or_decoder, Undecoded):
+            self.text_or_decoder = self.text_or_decoder.decode()
+        return self.text_or_decoder
+
+    @property
+    def finished(self) -> bool:
+        """True: only ended requests have outputs."""
+        return True
 
     @property
     def outputs(self) -> list[RequestOutput]:
         """The completions of the prompt, this one first."""
         return [self, *self.others]
 
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute by name, for programs that expect nano-vllm's dictionaries."""
+        return getattr(self, name)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, in which the text replaces its decoder."""
         return self.__dict__ | {"text_or_decoder": self.text}
 
+    def __repr__(self) -> str:
+        shown = ("prompt", "text", "finish_reason", "stop_reason", "error", "prompt_token_ids", "token_ids")
+        values = {name: value for name in shown if (value := getattr(self, name)) is not None}
+        values |= {name: _shorter.repr(values[name]) for name in ("prompt_token_ids", "token_ids")}
+        parts = [f"{name}={value if name.endswith('ids') else repr(value)}" for name, value in values.items()]
+        others = f", others={self.others!r}" if self.others else ""
+        return f"RequestOutput({', '.join(parts)}{others})"
 
-def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str] | None:
-    """Return a function that returns the text, decoding it if needed; None without a tokenizer."""
-    text = sequence.text
+    def _repr_html_(self) -> str:
+        """Return the prompt and the completions as HTML, for a notebook."""
+        prompt = self.prompt if self.prompt is not None else f"{len(self.prompt_token_ids)} token ids"
+        return "".join(
+            f'<pre style="white-space:pre-wrap"><span style="opacity:.6">{escape(prompt)}</span>'
+            f"<b>{escape(one.text if one.text is not None else str(one.token_ids))}</b>\n"
+            f'<small style="opacity:.6">{len(one.token_ids)} tokens, ended by '
+            f"{escape(one.error or one.finish_reason)}</small></pre>"
+            for one in self.outputs
+        )
+
+
+_shorter = Repr()
+_shorter.maxlist = 12
+
+
+def _undecoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Undecoded | None:
+    """Return the text of a sequence; None without a tokenizer, or if the request wants none."""
+    text, params = sequence.text, sequence.params
     if text is not None:
-        return lambda: text.text
-    if tokenizer is None:
+        return Undecoded(lambda: text.text)
+    if tokenizer is None or not params.detokenize:
         return None
-    ends_with_eos = sequence.finish_reason == "stop"  # by a token: with stop strings, ``text`` is set
-    return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
+    prompt, output = sequence.prompt, sequence.output
+    ends_with_stop = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+    ids = output[:-1] if ends_with_stop else output
+    return Undecoded(lambda: tokenizer.decode(ids, prompt, params.skip_special_tokens))
 
 
-def _decoded(likely: list[Likely], tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
-    """Return a dictionary per output token: its :class:`Logprob` entries by token id, with decoded text."""
-    text = cache(lambda token: None if tokenizer is None else tokenizer.decode([token]))
-    return [{token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one} for one in likely]
+def decoded_logprobs(likely: SequenceOf[Likely | None], tokenizer: AnyTokenizer | None) -> list[Any]:
+    """Return a dictionary per token: its :class:`Logprob` entries by token id, with decoded text."""
+    text = cache(lambda token: None if tokenizer is None else tokenizer.token_text(token))
+
+    def entries(one: Likely) -> dict[int, Logprob]:
+        return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one}
+
+    return [None if one is None else entries(one) for one in likely]

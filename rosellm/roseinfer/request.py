@@ -60,11 +60,18 @@ class Sequence:
     max_length: maximum number of tokens, prompt included.
     finish_reason: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
         ``error``.
-    stop_tokens: tokens that end the sequence; empty with ``ignore_eos``.
+    stop_reason: the stop string or the one of the request's ``stop_token_ids`` that ended it; None otherwise.
+    eos_tokens: the model's end-of-sequence tokens; empty with ``ignore_eos``.
+    stop_tokens: all tokens that end the sequence.
+    parent: the first completion of the same prompt, whose prefill this one shares; None for the first.
+    n_siblings: number of sequences whose parent this is.
+    bad_tokens: tokens that are never chosen.
+    num_cached_prompt_tokens: how many of the prompt's tokens the prefix cache held when it first started.
     seed: determines, together with a token's index, the random numbers of its choice.
     replays: whether, after preemption, the output is decoded again token by token, as it was before;
         otherwise it is prefilled, like the prompt.
     logprobs: one entry per output token, or None unless requested.
+    prompt_logprobs: one entry per token of the prompt, None for the first; or None unless requested.
     metrics, text: updated by a scheduler; ``text`` is None without stop strings.
     """
 
@@ -75,18 +82,27 @@ class Sequence:
         params: SamplingParams,
         eos_token_ids: tuple[int, ...] = (),
         replays: bool = False,
+        max_length: int | None = None,
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.num_cached_tokens = list(prompt), len(prompt), 0
-        self.max_length = self.n_prompt + params.max_tokens
+        self.max_length = self.n_prompt + (params.max_tokens or 0) if max_length is None else max_length
         self.block_ids: list[int] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.metrics = RequestMetrics(arrival=perf_counter())
         self.text: IncrementalText | None = None
         self.replays = replays
-        self.stop_tokens = () if params.ignore_eos else eos_token_ids
+        self.eos_tokens = () if params.ignore_eos else eos_token_ids
+        self.stop_tokens = self.eos_tokens + tuple(params.stop_token_ids or ())
+        self.stop_reason: str | int | None = None
+        self.parent: Sequence | None = None
+        self.n_siblings = 0
+        self.bad_tokens: tuple[int, ...] = ()
+        self.num_cached_prompt_tokens = 0
         self.logprobs: list[Likely] | None = None if params.logprobs is None else []
+        asked = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[Likely | None] | None = [None] * self.n_prompt if asked else None
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
     @property
@@ -117,6 +133,12 @@ class Sequence:
         return chunk == self.n_to_prefill
 
     @property
+    def waits_for_parent(self) -> bool:
+        """Whether its prompt is about to be cached by the first completion of the same prompt."""
+        first = self.parent
+        return first is not None and not first.is_finished and first.num_cached_tokens < first.n_prompt
+
+    @property
     def n_output(self) -> int:
         return len(self.tokens) - self.n_prompt
 
@@ -137,6 +159,7 @@ class Sequence:
         tokens.append(token)
         if token in self.stop_tokens:
             self.finish_reason = "stop"
+            self.stop_reason = None if token in self.eos_tokens else token
         elif len(tokens) == self.max_length:
             self.finish_reason = "length"
         return True
@@ -155,16 +178,19 @@ class Sequence:
         if self.text is None or self.finish_reason == "stop":
             return
         self.text.push(self.tokens[-1])
-        if self.text.stopped:
-            self.finish_reason = "stop"
+        self._note_stop()
 
     def settle_text(self) -> None:
         """Flush the text held back by an ended sequence; this may complete a stop string."""
         if self.text is None:
             return
         self.text.finish()
-        if self.text.stopped and self.finish_reason == "length":
-            self.finish_reason = "stop"
+        if self.finish_reason == "length":
+            self._note_stop()
+
+    def _note_stop(self) -> None:
+        if self.text is not None and self.text.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self.text.stopped
 
     def cancel(self) -> None:
         """End the sequence as cancelled."""

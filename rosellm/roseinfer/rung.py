@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from rosellm.models.arch import Arch
-from rosellm.roseinfer.sampling import SamplingParams
 
 
 class Rung:
@@ -42,9 +41,6 @@ class Rung:
 
         kernels: the name of the kernels, "triton" or "torch".
         """
-
-    def check_request(self, params: SamplingParams) -> None:
-        """Raise ``SamplingError`` if this rung does not support these parameters."""
 
     def invariant(self) -> Rung:
         """Return the batch-invariant form of this rung; raise ``RecipeError`` if there is none."""

@@ -54,10 +54,11 @@ class Load:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    tokenizer: str | None = None
 
     def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
         """Load one rank's part of the model, and the tokenizer."""
-        return load_parts(self.model, self.device, self.dtype, self.load_format, part)
+        return load_parts(self.model, self.device, self.dtype, self.load_format, part, self.tokenizer)
 
 
 def load_engine(
@@ -67,6 +68,7 @@ def load_engine(
     device: str = "auto",
     dtype: str = "auto",
     load_format: str = "auto",
+    tokenizer: str | None = None,
     **options: Any,
 ) -> Engine:
     """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, as ``Engine.load`` does.
@@ -78,7 +80,7 @@ def load_engine(
     ``RecipeError`` before any process starts. If a rank fails, now or whenever the engine is used, raises
     ``RankError``.
     """
-    load = Load(model, device, dtype, load_format)
+    load = Load(model, device, dtype, load_format, tokenizer)
     kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
     check_ranks(tensor_parallel_size, load, *kinds)
     if tensor_parallel_size == 1:

@@ -8,22 +8,32 @@ from rosellm.models.loading import AnyTokenizer
 class IncrementalText:
     """The text of one sequence, decoded token by token, ending before the first stop string.
 
+    prompt: the ids before the text.
     stops: the stop strings.
-    stopped: whether a stop string has been completed.
+    keep_stop: whether the text includes the stop string that ends it.
+    skip_special: whether to omit special tokens.
+    stopped: the stop string that has been completed, or None.
 
     Text that may be the beginning of a stop string is held back until more tokens decide, so text that
     :meth:`take` has returned is final. The first stop string to be completed counts, wherever token
     boundaries fall.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._stops = stops
-        self._stream = tokenizer.stream()
+    def __init__(
+        self,
+        tokenizer: AnyTokenizer,
+        prompt: list[int],
+        stops: tuple[str, ...] = (),
+        keep_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._stops, self._keep_stop = stops, keep_stop
+        self._stream = tokenizer.stream(prompt, skip_special)
         self._push = self._stream.push
         self._taken: list[str] = []
         self._pieces: list[str] = []  # final, not taken yet
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
     @property
     def text(self) -> str:
@@ -61,10 +71,10 @@ class IncrementalText:
 
     def _absorb(self, piece: str) -> None:
         held = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
         if ends:
-            self.stopped = True
-            self._pieces.append(held[: min(ends)[1]])
+            end, at, self.stopped = min(ends, key=lambda found: found[:2])
+            self._pieces.append(held[: end if self._keep_stop else at])
             self._held = ""
             return
         keep = _possible_stop(held, self._stops)
@@ -77,13 +87,16 @@ class LateText:
 
     tokens: the sequence's list of tokens, which grows.
     begin: number of tokens of the prompt, which are not decoded.
+    skip_special: whether to omit special tokens.
     """
 
     __slots__ = ("_at", "_push", "_stream", "_tokens")
 
-    def __init__(self, tokenizer: AnyTokenizer, tokens: list[int], begin: int) -> None:
+    def __init__(
+        self, tokenizer: AnyTokenizer, tokens: list[int], begin: int, skip_special: bool = True
+    ) -> None:
         self._tokens, self._at = tokens, begin
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(tokens[:begin], skip_special)
         self._push = self._stream.push
 
     def take(self) -> str:

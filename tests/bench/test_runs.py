@@ -67,7 +67,9 @@ def test_every_run_starts_with_an_empty_prefix_cache():
 
 def test_a_refused_prompt_ends_a_streaming_run_at_once():
     engine = streaming_engine()
-    with pytest.raises(PromptError, match="exceed the model's 64 positions"):
+    with pytest.raises(PromptError, match="leave no room"):
+        run_streaming(Job(engine, random_prompts([3, 64]), greedy(20)))
+    with pytest.raises(RoseError, match="request 2 of 2 ended after 4 of 20 tokens"):
         run_streaming(Job(engine, random_prompts([3, 60]), greedy(20)))
     engine.check_integrity()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks

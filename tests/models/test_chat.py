@@ -90,8 +90,8 @@ def test_a_folder_without_a_template_or_a_tokenizer_is_refused(untemplated, tmp_
         ([], "messages are []"),
         (["hello"], "message 0 is 'hello'"),
         ([MESSAGES[0], {"role": "user"}], "message 1 is {'role': 'user'}; give {\"role\": ..., \"content\""),
-        ([{"role": "user", "content": [{"type": "text"}]}], "both of them text"),
-        ([{"role": "user", "content": b"x" * 10_000}], "both of them text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "give text, or parts of text"),
+        ([{"role": "user", "content": b"x" * 10_000}], "give text, or parts of text"),
     ],
     ids=lambda value: str(value)[:30],
 )

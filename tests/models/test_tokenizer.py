@@ -65,7 +65,7 @@ def test_a_character_appears_when_its_last_byte_does(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("byte_level", [True, False], ids=["looked up", "the library's decoder"])
 @given(ids=st.lists(st.integers(0, 330), max_size=30))  # special, every byte, words, unknown
 def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids, byte_level) -> None:
-    stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw)
+    stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw, [], True)
     streamed = "".join(stream.push(token_id) for token_id in ids)
     text = streamed + stream.finish()
     assert not byte_level or set(text[len(streamed) :]) <= {REPLACEMENT}
@@ -217,8 +217,11 @@ def test_a_saved_tokenizer_loads_with_the_same_ids_here_and_in_transformers(
     assert ours.eos_token_id == theirs.eos_token_id == 0 and ours.folder == saved
 
 
-def test_the_model_tells_the_end_of_text(saved: Path) -> None:
-    assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_ids=(7,))).eos_token_id == 7
+def test_the_end_of_text_is_the_tokenizers_own_or_else_the_models(saved: Path) -> None:
+    config = small_config(vocab_size=320, eos_token_ids=(7,))
+    assert load_tokenizer(saved, config).eos_token_id == 0
+    (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert load_tokenizer(saved, config).eos_token_id == 7
 
 
 CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 1}

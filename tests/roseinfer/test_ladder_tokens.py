@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rosellm.errors import SamplingError
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
@@ -30,24 +29,6 @@ MODELS = {
     "modern": (0, small_config(eos_token_ids=(3,), **MODERN)),
     "windowed": (1, small_config(eos_token_ids=(3,), **WINDOWED)),
 }
-
-
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ({"logprobs": 0}, "logprobs"),
-        ({"repetition_penalty": 1.2}, "penalties"),
-        ({"top_k": 5}, "top_k"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"min_p": 0.1}, "min_p"),
-    ],
-)
-def test_parameters_that_a_host_driven_rung_cannot_serve_are_refused_in_a_line(option, named):
-    with pytest.raises(
-        SamplingError, match=rf"^rung 'one_table' .* without {named}; resident_step and later.*$"
-    ):
-        small_engine(MODEL, recipe="one_table").make_sequence([1, 2], SamplingParams(**option))
-    small_engine(MODEL, recipe="resident_step").make_sequence([1, 2], SamplingParams(**option))
 
 
 @pytest.mark.parametrize("rung", ON_TORCH)

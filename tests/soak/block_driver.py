@@ -81,7 +81,8 @@ class BlockDriver(Driver):
         before = self._entries()
         self.cache.insert(kept, holder.block_ids)
         begun_with = [entry for entry in before if entry[: len(kept)] == kept]
-        assert len(self.cache) == len(before) + (not begun_with)
+        replaced = [] if begun_with else [entry for entry in before if kept[: len(entry)] == entry]
+        assert len(self.cache) == len(before) + (not begun_with) - len(replaced)
         newest = next(reversed(self._entries()))
         assert newest in begun_with if begun_with else newest == kept
         return True

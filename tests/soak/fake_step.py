@@ -51,10 +51,10 @@ class Letters:
     def encode_many(self, texts: list[str], special: bool = True) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], prompt: object = (), skip_special: bool = True) -> str:
         return "".join(map(self.push, token_ids))
 
-    def stream(self) -> Letters:
+    def stream(self, prompt: object = (), skip_special: bool = True) -> Letters:
         return self
 
     def push(self, token_id: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from rosellm.errors import OverloadError, PromptError, RoseError
+from rosellm.errors import LongPromptError, OverloadError, PromptError, RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -47,9 +47,9 @@ class Asked:
     failed: bool = False
 
     @classmethod
-    def of(cls, prompt: list[int], params: SamplingParams, following: Sequence[int]) -> Asked:
-        """``following``: what comes after the prompt, as if nothing ended it."""
-        tokens = list(following[: params.max_tokens])
+    def of(cls, prompt: list[int], params: SamplingParams, following: Sequence[int], room: int) -> Asked:
+        """``following``: what comes after the prompt, as if nothing ended it; ``room``: for prompt and it."""
+        tokens = list(following[: min(params.max_tokens, room - len(prompt))])
         if params.ignore_eos or EOS not in tokens:
             return cls(prompt, tokens, "length")
         return cls(prompt, tokens[: tokens.index(EOS) + 1], "stop")
@@ -227,15 +227,15 @@ class SchedulerDriver(Driver):
         return [*self.running, *self.ended]
 
     def _add(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        longest = max(map(len, prompts)) + params.max_tokens - 1
+        room = self.engine.num_kv_blocks * BLOCK + 1
         if len(self.running) + len(prompts) > MOST_IN_FLIGHT:
             self.refused(OverloadError, lambda: self.scheduler.add_requests(prompts, params))
-        elif longest > self.engine.num_kv_blocks * BLOCK:
-            self.refused(PromptError, lambda: self.scheduler.add_requests(prompts, params))
+        elif max(map(len, prompts)) >= room:
+            self.refused(LongPromptError, lambda: self.scheduler.add_requests(prompts, params))
         else:
             for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
                 assert request_id not in self.running
-                self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)))
+                self.running[request_id] = Asked.of(prompt, params, tokens_after(tuple(prompt)), room)
 
     def _raise_fault(self) -> None:
         if self.fault_in is None:

@@ -39,7 +39,7 @@ def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
         start = perf_counter()
         outputs = llm.generate(prompt, params, use_tqdm=False)
         seconds = perf_counter() - start
-        check_served(outputs)
+        check_served(outputs, params)
         (output,) = outputs
         tpot = output.metrics.tpot
         assert tpot is not None  # several tokens were generated

@@ -40,7 +40,7 @@ def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
     options = Namespace(**vars(BENCHMARK.parse_options(["--workload", workload.id])) | workload.flags())
     vocab_size, params = model.config.vocab_size, request_params(options)[: workload.max_batch_size]
     prompts = benchmark_prompts(options, vocab_size)
-    lengths = [_prompt_length(len(p), own.max_tokens) for p, own in zip(prompts, params, strict=False)]
+    lengths = [_prompt_length(len(p), own.max_tokens or 0) for p, own in zip(prompts, params, strict=False)]
     bench = Bench(model, rung, make_prompts(len(lengths), lengths, vocab_size), ROOM)
     bench.params = [replace(own, max_tokens=ROOM) for own in params]
     bench.restart()

@@ -99,7 +99,7 @@ def replicas(asked: Asked, workload: str) -> dict[str, Any]:
     """Measure ``LLM.generate`` with one engine in this process, and with two engines as Ray actors."""
     options = BENCHMARK.parse_options(asked.benchmark_options(workload))
     prompts, params = make_prompts(options, asked.arch.vocab_size), request_params(options)
-    lengths = [len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True)]
+    lengths = [len(prompt) + (own.max_tokens or 0) for prompt, own in zip(prompts, params, strict=True)]
     llms = {
         str(n): LLM(
             asked.model,
@@ -118,7 +118,7 @@ def replicas(asked: Asked, workload: str) -> dict[str, Any]:
         start = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = perf_counter() - start
-        check_served(outputs)
+        check_served(outputs, params)
         return run_figures([one.outputs[0].token_ids for one in outputs], seconds, None)
 
     return runs_in_turns({side: partial(generate, llm) for side, llm in llms.items()}, asked["repeats"])

@@ -53,6 +53,12 @@ class BlockBudget:
         """Return the maximum number of blocks that the sequence can hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.blocks.block_size)
 
+    def cached_prefix(self, sequence: Sequence) -> tuple[int, list[int]]:
+        """Return the number of cached tokens with which a new sequence would start, and their blocks."""
+        if self.prefix_cache is None or sequence.prompt_logprobs is not None:
+            return 0, []
+        return self.prefix_cache.look_up(sequence.tokens[: sequence.prefill_length])
+
     def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
         """Return how many new blocks are needed to cache ``counts[i]`` more tokens of each sequence i.
 

@@ -60,7 +60,8 @@ class DeviceState:
         padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit; kernels assume 16-byte alignment
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
-        self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")
+        is_pinned = device.type == "cuda"
+        self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         self.stop_tokens = torch.tensor(stop_tokens or (NO_STOP,), dtype=torch.int32, device=device)
         self._view(width)
 
@@ -130,7 +131,7 @@ def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -
     counts: 1 + the sequence's row in the table of ``TokenCounts``, or 0 if it has none.
     """
     params, token = sequence.params, sequence.tokens[position]
-    stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP
+    stop = sequence.eos_tokens[0] if sequence.eos_tokens else NO_STOP
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
     numbers = position, sequence.max_length, stop, rounds
     filters = temperature, params.top_p, params.min_p

@@ -66,6 +66,10 @@ class KVBlocks:
         """Return the number of blocks held only by the prefix cache."""
         return self._evictable
 
+    def is_evictable(self, block_id: int) -> bool:
+        """Return whether a block is held only by the prefix cache."""
+        return 0 < self._refs[block_id] == self._cached[block_id]
+
     def length(self, block_id: int) -> int:
         """Return the number of tokens that have slots in a block; raise ``KeyError`` if the block is free."""
         if self._refs[block_id] == 0:

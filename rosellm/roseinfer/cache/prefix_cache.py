@@ -1,7 +1,7 @@
-"""The prefix cache, which reuses KV blocks of earlier prompts for prompts with the same beginning.
+"""The prefix cache, which reuses KV blocks of earlier requests for prompts with the same beginning.
 
-Prompts are kept in lexicographic order, so the prompt that shares the longest prefix with a query is next to
-the query's insertion point, and a lookup takes time O(length x log entries). RadixAttention
+Token sequences are kept in lexicographic order, so the one that shares the longest prefix with a query is
+next to the query's insertion point, and a lookup takes time O(length x log entries). RadixAttention
 (arXiv:2312.07104) uses a radix tree for the same purpose.
 """
 
@@ -19,7 +19,9 @@ Tokens = tuple[int, ...]
 
 
 class PrefixCache:
-    """Cached prompts and their reference-counted blocks; the least recently used prompt is evicted first.
+    """Cached token sequences and their reference-counted blocks; the least recently used is evicted first.
+
+    A sequence is a prompt or, once a request has ended, its prompt and answer.
 
     A cached block is never written: a sequence that would append to it shares it with the cache entry, so
     ``KVBlocks`` clones it first (copy on write).
@@ -39,22 +41,28 @@ class PrefixCache:
 
     @property
     def entries(self) -> Mapping[Tokens, list[int]]:
-        """The block ids of each cached prompt, least recently used first."""
+        """The block ids of each cached sequence, least recently used first."""
         return self._entries
 
-    def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
-        """Find the longest cached prefix of ``tokens``; return its length and its block ids.
+    def look_up(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
+        """Return the length and the block ids of the longest cached prefix of ``tokens``; change nothing.
 
-        The last token is never matched, since it must be computed to choose the next one. The caller becomes
-        a holder of the blocks. If the last block holds more tokens than were matched, it is cloned; if no
-        block is free for the clone, even after eviction, only full blocks are matched.
+        The last token is never matched, since it must be computed to choose the next one.
         """
         entry, n_common = self._nearest(tuple(tokens))
         n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
-        if n_matched < 1:
+        return (n_matched, self._first_blocks(self._entries[entry], n_matched)) if n_matched > 0 else (0, [])
+
+    def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
+        """Return what :meth:`look_up` returns, for a caller that becomes a holder of the blocks.
+
+        If the last block holds more tokens than were matched, it is cloned; if no block is free for the
+        clone, even after eviction, only full blocks are matched.
+        """
+        n_matched, block_ids = self.look_up(tokens)
+        if not n_matched:
             return 0, []
-        self._refresh(entry)
-        block_ids = self._first_blocks(self._entries[entry], n_matched)
+        self._refresh(self._nearest(tuple(tokens))[0])
         self.blocks.incref_blocks(block_ids)
         n_matched = self._own_tail(block_ids, n_matched)
         self.hits += n_matched > 0
@@ -62,13 +70,18 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[int]) -> None:
-        """Cache the blocks that hold ``tokens``; if an entry begins with them, only mark it as just used."""
+        """Cache the blocks that hold ``tokens``; if an entry begins with them, only mark it as just used.
+
+        An entry with which ``tokens`` begin is replaced.
+        """
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
             if prompt:
                 self._refresh(entry)
             return
+        if entry and n_common == len(entry):
+            self._evict(entry)
         self._entries[prompt] = self._first_blocks(block_ids, len(prompt))
         self.blocks.cache_blocks(self._entries[prompt])
         insort(self._ordered, prompt)

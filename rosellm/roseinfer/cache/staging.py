@@ -29,7 +29,9 @@ class StagingBuffer:
         self.waits = 0
         self._pin = device.type == "cuda"
         self._new_event = torch.cuda.Event if self._pin else None  # copies on a CPU are synchronous
-        self._taken = torch.empty(0, dtype=dtype)  # the buffer being written, and the event of its copies
+        self._taken = torch.empty(
+            0, dtype=dtype, device="cpu"
+        )  # the buffer being written, and the event of its copies
         self._copied: torch.cuda.Event | None = None
         self._capacity = 0
         self._shape: tuple[int, ...] = (0,)
@@ -43,7 +45,7 @@ class StagingBuffer:
             self._taken, self._copied = self._free_buffer(self._new_event)
         if size > self._taken.numel():
             self._capacity = max(self._capacity, 2 * size)
-            self._taken = torch.empty(self._capacity, dtype=self.dtype, pin_memory=self._pin)
+            self._taken = torch.empty(self._capacity, dtype=self.dtype, device="cpu", pin_memory=self._pin)
         self._shape = shape
         self._given = self._taken[:size].view(shape).numpy()
         return self._given

@@ -1,8 +1,10 @@
-"""Assignment of rows in the device's table of token counts to requests with penalties."""
+"""Assignment of rows in the device's table of token counts and biases to requests that need them."""
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
@@ -10,13 +12,19 @@ import numpy as np
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
+MOST_COUNTED = 2**15 - 1
+BANNED = -math.inf
+
+Entries = tuple[np.ndarray, np.ndarray]
+
 
 class TokenCounts:
-    """The host's assignment of the rows of a device table ``[S, V]`` int32 to requests with penalties.
+    """The host's assignment of the rows of a device table ``[S, V]`` int32 to requests that need them.
 
-    A table entry is twice the number of times that the token occurs in the output, plus 1 if the token is in
-    the prompt. The last output token is not yet included: it is counted by the step that reads it as input
-    (``penalties.count_tokens``).
+    A table entry holds what changes the logit of a token. The upper 16 bits are its bias in float16, minus
+    infinity for a banned token. The lower 16 bits are twice the number of times that the token occurs in the
+    output, at most ``MOST_COUNTED``, plus 1 if the token is in the prompt. The last output token is not yet
+    included: it is counted by the step that reads it as input (``penalties.count_tokens``).
 
     call: ``Worker.call``; every rank's worker holds the table.
     """
@@ -25,13 +33,14 @@ class TokenCounts:
         self._call = call
         self._place_of: dict[Sequence, int] = {}
         self._free = list(range(n_rows))  # min-heap
+        self._stopping_from: dict[Sequence, int] = {}  # the ``_first_stop`` of sequences not yet there
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
-        """Assign table rows to sequences with penalties, and upload the counts of their tokens so far.
+        """Assign table rows to sequences with penalties or biases, and upload the entries of their tokens.
 
         positions: only tokens before a sequence's position are counted.
 
-        Returns 1 + the table row of each sequence, or 0 for a sequence without penalties. All counts are sent
+        Returns 1 + the table row of each sequence, or 0 for a sequence that needs none. All entries are sent
         in one copy, for which the host does not wait.
         """
         penalised = [i for i, s in enumerate(sequences) if s.params.is_penalised]
@@ -39,35 +48,92 @@ class TokenCounts:
         for i in penalised:
             places[i] = 1 + self._take(sequences[i])
         if penalised:
-            seen = [seen_tokens(sequences[i], positions[i]) for i in penalised]
-            self._send([places[i] - 1 for i in penalised], seen)
+            fills = [int(float16_bits(_default_bias(sequences[i]))) for i in penalised]
+            entries = [entries_of(sequences[i], positions[i]) for i in penalised]
+            self._send([places[i] - 1 for i in penalised], fills, entries)
         return places
 
     def drop(self, sequence: Sequence) -> None:
         """Free the table row, if any, of a sequence that has left the batch."""
         place = self._place_of.pop(sequence, None)
+        self._stopping_from.pop(sequence, None)
         if place is not None:
             heapq.heappush(self._free, place)
+
+    def allow_stops(self, position_of: Callable[[Sequence], int]) -> None:
+        """Lift the ban on stop tokens for sequences that the next step may end, despite ``min_tokens``.
+
+        position_of: returns a sequence's number of cached tokens when the next step begins.
+        """
+        due = [s for s, first in self._stopping_from.items() if position_of(s) >= first]
+        for sequence in due:
+            tokens, entries = entries_of(sequence, self._stopping_from.pop(sequence))
+            stops = np.isin(tokens, sequence.stop_tokens)
+            self._write([], [], [self._place_of[sequence]], [(tokens[stops], entries[stops])])
 
     def _take(self, sequence: Sequence) -> int:
         if sequence not in self._place_of:
             self._place_of[sequence] = heapq.heappop(self._free)
+        if sequence.params.min_tokens:
+            self._stopping_from[sequence] = _first_stop(sequence)
         return self._place_of[sequence]
 
-    def _send(self, places: list[int], seen: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Overwrite table rows ``places`` with the entries of their ``seen`` tokens, and with 0 elsewhere."""
-        tokens, numbers = (np.concatenate(arrays) for arrays in zip(*seen, strict=True))
-        place = np.repeat(places, [len(own) for own, _ in seen])
-        words = np.concatenate((places, place, tokens, numbers)).astype(np.int32)
-        self._call("write_counts", words, len(places))
+    def _send(self, places: list[int], fills: list[int], entries: list[Entries]) -> None:
+        """Fill table rows ``places`` with ``fills``, then write ``entries`` to them."""
+        self._write(places, fills, places, entries)
+
+    def _write(self, cleared: list[int], fills: list[int], places: list[int], entries: list[Entries]) -> None:
+        tokens, numbers = (np.concatenate(arrays) for arrays in zip(*entries, strict=True))
+        place = np.repeat(places, [len(own) for own, _ in entries])
+        words = np.concatenate((cleared, fills, place, tokens, numbers)).astype(np.int32)
+        self._call("write_counts", words, len(cleared))
 
 
-def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct tokens of the prompt and of the output before ``position``, with their entries.
+def entries_of(sequence: Sequence, position: int, counted: int | None = None) -> Entries:
+    """Return the tokens whose entries differ from the row's default, and these entries: both int32 ``[n]``.
 
-    Both arrays are int32 ``[n]``; ``TokenCounts`` describes the entries.
+    position: number of cached tokens when a step begins.
+    counted: number of tokens whose occurrences are counted; None means ``position``.
     """
-    numbers: dict[int, int] = dict(zip(sequence.prompt, repeat(1)))
-    for token in sequence.tokens[sequence.n_prompt : position]:
-        numbers[token] = numbers.get(token, 0) + 2
-    return np.array(list(numbers), np.int32), np.array(list(numbers.values()), np.int32)
+    counts: dict[int, int] = dict(zip(sequence.prompt, repeat(1)))
+    for token in sequence.tokens[sequence.n_prompt : position if counted is None else counted]:
+        counts[token] = min(counts.get(token, 0) + 2, 2 * MOST_COUNTED)
+    biases, default = _biases(sequence, position), _default_bias(sequence)
+    tokens = list(counts | biases)
+    bits = float16_bits([biases.get(token, default) for token in tokens])
+    return np.array(tokens, np.int32), bits | np.array([counts.get(t, 0) for t in tokens], np.int32)
+
+
+def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """Return the entries of all tokens, int32 ``[V]``, from which the next token is chosen."""
+    row = np.full(vocab_size, float16_bits(_default_bias(sequence)), np.int32)
+    tokens, entries = entries_of(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
+    row[tokens] = entries
+    return row
+
+
+def float16_bits(biases: float | list[float]) -> np.ndarray:
+    """Return the entries, int32, of tokens with these biases and without counts."""
+    return np.array(biases, np.float16).view(np.int16).astype(np.int32) << 16
+
+
+def _biases(sequence: Sequence, position: int) -> dict[int, float]:
+    """Return the biases that differ from the row's default.
+
+    While fewer tokens than ``min_tokens`` can have been generated, stop tokens are banned.
+    """
+    params, allowed = sequence.params, sequence.params.allowed_token_ids
+    biases = dict.fromkeys(allowed or (), 0.0)
+    given = params.logit_bias or {}
+    biases |= {token: bias for token, bias in given.items() if allowed is None or token in biases}
+    stops = sequence.stop_tokens if position < _first_stop(sequence) else ()
+    return biases | dict.fromkeys((*sequence.bad_tokens, *stops), BANNED)
+
+
+def _default_bias(sequence: Sequence) -> float:
+    return 0.0 if sequence.params.allowed_token_ids is None else BANNED
+
+
+def _first_stop(sequence: Sequence) -> int:
+    """Return the number of cached tokens from which a step may choose a stop token."""
+    return sequence.n_prompt + sequence.params.min_tokens - 1

@@ -17,20 +17,22 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def penalised_ref(
-    logits: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+    logits: Tensor, entries: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Return the logits after penalties, ``[B, V]`` fp32.
+    """Return the logits after biases and penalties, ``[B, V]`` fp32.
 
     logits: ``[B, V]``.
-    seen: ``[B, V]`` int, twice a token's count in the output, plus 1 if it is in the prompt.
+    entries: ``[B, V]`` int32, each token's bias, count in the output, and whether it is in the prompt, as in
+        ``TokenCounts``.
     repetition: ``[B]``; for tokens in prompt or output, positive logits are divided by it, and others are
         multiplied by it (Keskar et al. 2019, "CTRL").
     presence: ``[B]``, subtracted for tokens in the output.
     frequency: ``[B]``, subtracted once for each time that a token is in the output.
 
-    The repetition penalty is applied first.
+    The bias is added first; then the repetition penalty is applied.
     """
-    logits, times = logits.float(), seen >> 1
+    seen = entries & 0xFFFF
+    logits, times = logits.float() + (entries >> 16).short().view(torch.float16).float(), seen >> 1
     by = repetition[:, None]
     repeated = torch.where(logits > 0, logits / by, logits * by)
     logits = torch.where(seen > 0, repeated, logits)
@@ -97,9 +99,10 @@ def draw(
     random = noise(seeds, positions, logits.shape[1])
     amounts = temperature.clamp_max(MAX_TEMPERATURE)[:, None]
     drawn = (amounts * random).add_(logits).argmax(dim=-1)
-    if filtered:
+    has_filter = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    if filtered and (logits.is_cuda or has_filter.any()):  # a CPU need not sort in vain
         allowed = allowed_log_probs(logits, temperature, top_k, top_p, min_p).add_(random).argmax(dim=-1)
-        drawn = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), allowed, drawn)
+        drawn = torch.where(has_filter, allowed, drawn)
     return finite_only(best, torch.where(temperature > 0, drawn, likeliest)).int()
 
 

@@ -101,14 +101,19 @@ def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Te
     state: a device state of M rows. counts ``[S, V]`` int32: as in :func:`filtered_tiles_ref`.
     """
     own = state.counts
-    seen = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
+    entries = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
     repetition = torch.where(own > 0, state.repetition, 1.0)
-    return penalised_ref(logits, seen, repetition, state.presence, state.frequency)
+    return penalised_ref(logits, entries, repetition, state.presence, state.frequency)
 
 
 @triton.jit
-def penalised(logits, seen, repetition, presence, frequency):
-    """Apply the penalties of ``draw.penalised_ref`` to a tile; the last three arguments broadcast with it."""
+def penalised(logits, entries, repetition, presence, frequency):
+    """Apply the biases and penalties of ``draw.penalised_ref`` to a tile.
+
+    repetition, presence and frequency broadcast with the tile.
+    """
+    logits += (entries >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    seen = entries & 0xFFFF
     times = seen >> 1
     repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
     logits = tl.where(seen > 0, repeated, logits)
@@ -132,8 +137,8 @@ def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
     frequency = tl.load(frequency_ptr + at, mask=own > 0, other=0.0)
     counted = (own > 0)[:, None] & (columns < N)[None, :]
     counts_of = counts_ptr + (own - 1).to(tl.int64) * N
-    seen = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
-    return penalised(logits, seen, repetition[:, None], presence[:, None], frequency[:, None])
+    entries = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
+    return penalised(logits, entries, repetition[:, None], presence[:, None], frequency[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -75,16 +75,27 @@ class Room:
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
         self.budget, self.n_active = budget, n_active
         self.free = budget.available - budget.blocks_to_prefill(prefilling)
+        self._shared: set[int] = set()  # cached blocks that admitted requests keep from being evicted
 
-    def take(self, sequence: Sequence) -> bool:
-        """Reserve the request's blocks if it may start; return whether it may."""
-        need = blocks_for(len(sequence.tokens), self.budget.blocks.block_size)
+    def take(self, sequence: Sequence) -> int | None:
+        """Reserve the request's blocks if it may start; return how many tokens it computes, or None.
+
+        Further completions of a prompt start once the first one has cached it. Tokens and blocks that the
+        prefix cache holds are not counted, except that these blocks can no longer be evicted.
+        """
+        if sequence.waits_for_parent:
+            return None
+        blocks = self.budget.blocks
+        n_cached, shared = self.budget.cached_prefix(sequence)
+        kept = {b for b in shared[: n_cached // blocks.block_size] if blocks.is_evictable(b)} - self._shared
+        need = blocks_for(len(sequence.tokens), blocks.block_size) - n_cached // blocks.block_size + len(kept)
         if self.budget.max_blocks(sequence) > self.budget.unreserved and need + self.n_active > self.free:
-            return False
+            return None
         self.free -= need
         self.n_active += 1
+        self._shared |= kept
         self.budget.reserve(sequence)
-        return True
+        return sequence.prefill_length - n_cached
 
 
 class WaitingQueue(deque[Sequence]):
@@ -136,8 +147,9 @@ def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, sk
     for request in requests:
         if len(admitted) == places or tokens < 1:
             break
-        if room.take(request):
-            tokens -= request.prefill_length
+        n_computed = room.take(request)
+        if n_computed is not None:
+            tokens -= n_computed
             admitted.append(request)
         elif not skip:
             break

@@ -18,14 +18,14 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
 
     Token ids are not validated yet. Raises ``PromptError`` if the form is not supported.
     """
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping)):
+        prompts = [prompts]
     items = _as_list(prompts)
     if items is None:
         raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return [items]
-    many = [item if isinstance(item, str) else _as_list(item) for item in items]
+    many = [item if isinstance(item, str) else _as_list(item) for item in map(_unwrapped, items)]
     if None in many:
         index = many.index(None)
         raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
@@ -101,6 +101,14 @@ def _numbered(index: int, n_prompts: int) -> Iterator[None]:
         if n_prompts == 1:
             raise
         raise PromptError(f"prompt {index}: {error}") from error
+
+
+def _unwrapped(prompt: Any) -> Any:
+    """Return the text or token ids in a dictionary of vLLM's form; return anything else unchanged."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    ids = prompt.get("prompt_token_ids")
+    return prompt.get("prompt") if ids is None else ids
 
 
 def _as_list(items: Any) -> list | None:

@@ -54,17 +54,28 @@ class Scheduler(ABC):
         return bool(self.requests)
 
     def add_requests(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams],
+        firsts: list[int] | None = None,
     ) -> list[int]:
         """Queue all prompts and return their ids; if any prompt is invalid, queue none.
 
         prompts: token ids.
         params: one for all prompts, or a list of one per prompt.
+        firsts: for each prompt, the index of the first equal one, whose prefill it shares; None if none does.
 
         Raises ``PromptError`` or ``SamplingError``.
         """
         check_prompts(prompts)
-        return [self.submit(sequence) for sequence in each_made(self.engine.make_sequence, prompts, params)]
+        sequences = each_made(self.engine.make_sequence, prompts, params)
+        for sequence, first in zip(sequences, firsts or [], strict=False):
+            if sequences[first] is not sequence:
+                sequence.parent = sequences[first]
+                sequences[first].n_siblings += 1
+        for sequence in sorted(sequences, key=lambda one: one.parent is not None):  # siblings last
+            self.submit(sequence)
+        return [sequence.request_id for sequence in sequences]
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine, and return its request id. :meth:`step` updates it."""
@@ -127,10 +138,11 @@ def run_all(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
     progress: Progress | None = None,
+    firsts: list[int] | None = None,
 ) -> list[RequestOutput]:
     """Run all prompts and return their results in order, as ``OfflineScheduler.run`` does."""
     with frozen_heap(), held_interrupt() as let_interrupt_through:
-        ids = scheduler.add_requests(prompts, params)
+        ids = scheduler.add_requests(prompts, params, firsts)
         try:
             while scheduler.has_unfinished:
                 n_tokens, n_spared = scheduler.n_tokens, scheduler.n_spared
@@ -210,7 +222,10 @@ class OnlineScheduler(Scheduler):
         return self.add_requests([prompt_ids], params)[0]
 
     def add_requests(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams],
+        firsts: list[int] | None = None,
     ) -> list[int]:
         """Queue all prompts, as ``Scheduler`` does; raise ``OverloadError`` above ``max_in_flight``."""
         check_prompts(prompts)
@@ -220,7 +235,7 @@ class OnlineScheduler(Scheduler):
                 f"{len(prompts)} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting "
                 f"and {self.n_active} active; try again later"
             )
-        return super().add_requests(prompts, params)
+        return super().add_requests(prompts, params, firsts)
 
     def submit(self, sequence: Sequence) -> int:
         self.engine.check_owner(self)
@@ -420,6 +435,7 @@ class OfflineScheduler(OnlineScheduler):
         prompts: list[list[int]],
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
+        firsts: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Run all prompts and return their results in order; the engine is reserved until then.
 
@@ -427,12 +443,13 @@ class OfflineScheduler(OnlineScheduler):
         params: one for all prompts, or a list of one per prompt.
         progress: for example a tqdm bar; it is updated as tokens arrive, and its total is reduced by the
             ``max_tokens`` that ended requests have not used.
+        firsts: as in :meth:`add_requests`.
 
         If anything raises, all requests are cancelled and forgotten, and their blocks are freed. Ctrl-C takes
         effect at the end of a step.
         """
         self.engine.own(self, "LLM.generate")
         try:
-            return run_all(self, prompts, params, progress)
+            return run_all(self, prompts, params, progress, firsts)
         finally:
             self.engine.disown(self)

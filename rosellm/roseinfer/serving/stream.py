@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Lock
 from typing import NoReturn
 
 from rosellm.errors import RoseError, describe
@@ -16,38 +17,75 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText, LateText
 
-# For each event loop: queues that its coroutines read, and the pieces of text to put into these queues.
-Mail = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]]
 
+class Mailbox:
+    """Pieces of text for the coroutines of one event loop, which is woken at most once per step.
 
-def send(mail: Mail) -> None:
-    """Put all pieces into their queues, waking each event loop once, and empty ``mail``."""
-    while mail:
-        loop, pieces = mail.popitem()
+    Pieces that arrive while the loop is busy wait, and a coroutine receives all of its own at once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = Lock()
+        self._new: list[tuple[CoroutineInbox, str | None]] = []
+        self._is_awaited = False  # a callback that will take the new pieces is scheduled
+
+    def put_all(self, pieces: list[tuple[CoroutineInbox, str | None]]) -> None:
+        """Add the pieces of a step, from the worker's thread."""
+        with self._lock:
+            self._new += pieces
+            if self._is_awaited:
+                return
+            self._is_awaited = True
         with suppress(RuntimeError):  # the loop is closed: there is no reader
-            loop.call_soon_threadsafe(_put_all, pieces)
+            self.loop.call_soon_threadsafe(self._deliver)
 
-
-def _put_all(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
-    for queue, piece in pieces:
-        queue.put_nowait(piece)
+    def _deliver(self) -> None:
+        with self._lock:
+            new, self._new, self._is_awaited = self._new, [], False
+        for inbox, piece in new:
+            inbox.receive(piece)
 
 
 class CoroutineInbox:
     """The inbox of one request, read by a coroutine of the event loop that runs when it is made.
 
-    mail: collects the pieces that are put into the inbox, until :func:`send` delivers them.
+    mail: collects, by event loop, the pieces that the worker puts into inboxes during a step.
     """
 
     def __init__(self, mail: Mail) -> None:
         self._mail, self._loop = mail, asyncio.get_running_loop()
-        self._queue: asyncio.Queue[str | None] = asyncio.Queue()
-        self.get = self._queue.get
+        self._pieces: list[str] = []
+        self._has_ended = False
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: tuple[int, str | None]) -> None:
-        self._mail.setdefault(self._loop, []).append((self._queue, item[1]))
+        """Note a piece in ``mail``; called by the worker."""
+        self._mail.setdefault(self._loop, []).append((self, item[1]))
+
+    def receive(self, piece: str | None) -> None:
+        """Take a piece, or the end (None), and wake the reader; called by the event loop."""
+        if piece is None:
+            self._has_ended = True
+        else:
+            self._pieces.append(piece)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> str | None:
+        """Return all text that has arrived since the last call, or None at the end."""
+        while not self._pieces and not self._has_ended:
+            self._reader = self._loop.create_future()
+            await self._reader
+        if not self._pieces:
+            return None
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
 
 
+# For each event loop, the pieces of text of one step for its coroutines.
+Mail = dict[asyncio.AbstractEventLoop, list[tuple[CoroutineInbox, str | None]]]
 Inbox = SimpleQueue | CoroutineInbox
 
 
@@ -65,7 +103,6 @@ class Stream:
     sequence, tokens, text: the request in the engine, its tokens, and the text decoded from them.
     n_delivered: number of delivered tokens, including the prompt.
     due: number of tokens, including the prompt, at which text is next delivered.
-    takes_turns: whether deliveries also wait for the reader's turn.
     """
 
     request_id: int
@@ -74,6 +111,7 @@ class Stream:
     inbox: Inbox
     inbox_is_shared: bool
     ended: Event = field(default_factory=Event)
+    interval: int = 1  # number of tokens per delivery of text
     cancelled: bool = False  # a client has requested cancellation
     outcome: RequestOutput | BaseException | None = None  # set before ``ended``
     has_started: bool = False
@@ -82,17 +120,15 @@ class Stream:
     text: IncrementalText | LateText = field(init=False)
     n_delivered: int = field(init=False)
     due: int = field(init=False)
-    takes_turns: bool = False
 
-    def start(self, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> None:
-        """Set the worker's fields for a request that starts.
-
-        interval: number of tokens per delivery.
-        """
+    def start(self, sequence: Sequence, tokenizer: AnyTokenizer) -> None:
+        """Set the worker's fields for a request that starts."""
         self.has_started, n_prompt = True, sequence.n_prompt
         self.sequence, self.tokens = sequence, sequence.tokens
-        self.text = sequence.text or LateText(tokenizer, sequence.tokens, n_prompt)
-        self.n_delivered, self.due = n_prompt, n_prompt + interval
+        self.text = sequence.text or LateText(
+            tokenizer, sequence.tokens, n_prompt, sequence.params.skip_special_tokens
+        )
+        self.n_delivered, self.due = n_prompt, n_prompt + self.interval
 
     def cancel_unstarted(self, tokenizer: AnyTokenizer) -> RequestOutput:
         """Return the output of a request that was cancelled before its prompt was tokenized."""
@@ -114,3 +150,62 @@ class Stream:
 def raise_again(error: RoseError) -> NoReturn:
     """Raise a copy of the error, since several threads may raise the same error."""
     raise type(error)(str(error)) from (error.__cause__ or error)
+
+
+class Reply:
+    """The text of a request in pieces as they arrive: an asynchronous iterator for one coroutine.
+
+    begin: queues the request; returns its stream, the coroutine's inbox, and a function to call when the
+        reader has gone or has read everything, which cancels the request if it has not ended.
+
+    The request is queued by :meth:`start` or when the first piece is requested, which raise the errors of a
+    request that is refused. Cancelling the reader's task, :meth:`aclose` and dropping the object cancel it.
+    At the end, the iterator raises the error with which the request ended, if any.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Stream, CoroutineInbox, Callable[[], None]]]) -> None:
+        self._begin = begin
+        self._begun: tuple[Stream, CoroutineInbox, Callable[[], None]] | None = None
+
+    def start(self) -> Reply:
+        """Queue the request, in the event loop that reads it, and return this object."""
+        if self._begun is None:
+            self._begun = self._begin()
+        return self
+
+    def __aiter__(self) -> Reply:
+        return self
+
+    async def __anext__(self) -> str:
+        self.start()
+        assert self._begun is not None
+        stream, inbox, close = self._begun
+        try:
+            piece = await inbox.get()
+        except BaseException:
+            close()
+            raise
+        if piece is not None:
+            return piece
+        close()
+        stream.output()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request, unless it has ended."""
+        self.__del__()
+
+    def __del__(self) -> None:
+        if self._begun is not None:
+            self._begun[2]()
+
+    @property
+    def stream(self) -> Stream:
+        """The request, once it has been queued."""
+        assert self._begun is not None
+        return self._begun[0]
+
+    @property
+    def output(self) -> RequestOutput:
+        """The request's output, once it has been read to its end; raises the request's error, if any."""
+        return self.stream.output()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as SequenceOf
+import sys
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
 from rosellm.frozen_heap import frozen_heap
@@ -23,10 +25,10 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
 from rosellm.roseinfer.serving.prompts import check_prompts, each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, Scheduler
-from rosellm.roseinfer.serving.stream import CoroutineInbox, Inbox, Mail, Stream, raise_again, send
+from rosellm.roseinfer.serving.stream import CoroutineInbox, Inbox, Mail, Mailbox, Reply, Stream, raise_again
 
 ORDERS_A_STEP = 1024
-READER_S = 80e-6  # four times the interpreter time that one wake-up of a thread takes
+WHOLE = sys.maxsize  # an interval of delivery: all text at the end
 
 
 class ClosedError(RoseError):
@@ -49,9 +51,8 @@ class StreamingManager:
 
     Coroutines read with :meth:`stream`, threads with :meth:`stream_text`; one thread can read many requests
     from an inbox. A piece of text never contains part of a stop string. Waking a thread takes time from the
-    worker. Threads that read one request each are therefore woken in turn, one per ``READER_S``: a few
-    readers receive text after every step, 256 readers every 20 ms. Queues are unbounded: a reader that stops
-    reading delays no other reader.
+    worker, so for many readers use coroutines, whose event loop is woken once per step, or an inbox. Queues
+    are unbounded: a reader that stops reading delays no other reader.
 
     If the model produces no valid token for a request, its reader receives a ``SamplingError``. If the worker
     fails, every waiting reader receives a ``WorkerError``, and no further request is accepted. A request's
@@ -89,9 +90,8 @@ class StreamingManager:
         self._running: dict[int, Stream] = {}  # by the scheduler's request id
         self._sequences: list[Sequence] | None = None  # those of the latest step
         self._stepped: list[Stream] = []
-        self._readers: deque[Stream] = deque()  # streams whose readers take turns; the next is first
-        self._turns, self._turns_at = 0.0, 0.0  # turns saved up, and when they were counted
         self._mail: Mail = {}
+        self._mailboxes: WeakKeyDictionary[AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         engine.own(self._scheduler, "a StreamingManager")
         try:
             self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
@@ -132,23 +132,39 @@ class StreamingManager:
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
-    async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncGenerator[str, None]:
-        """Queue a prompt and yield its text in pieces, for a coroutine.
+    def stream(self, prompt: str | list[int], params: SamplingParams) -> Reply:
+        """Return the text of a prompt's completion in pieces, to be read by a coroutine with ``async for``.
 
-        Closing the iterator, or cancelling its task, cancels the request. Raises the errors of
-        :meth:`add_request`, and the error with which the request ends.
+        If the reader goes away, the request is cancelled. The first piece raises the errors of
+        :meth:`add_request`.
         """
-        inbox = CoroutineInbox(self._mail)
-        request_id = self._add_one(prompt, params, inbox)
-        stream = self._streams[request_id]
-        try:
-            while (piece := await inbox.get()) is not None:
-                yield piece
-            stream.output()
-        finally:
+        return self._reply(prompt, params, self.stream_interval)
+
+    async def complete(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+        """Queue a prompt, wait for its end and return its output, for a coroutine.
+
+        Cancelling the task cancels the request. Raises the errors of :meth:`add_request`, and the error with
+        which the request ends.
+        """
+        reply = self._reply(prompt, params, WHOLE)
+        async for _ in reply:
+            pass
+        return reply.output
+
+    def _reply(self, prompt: str | list[int], params: SamplingParams, interval: int) -> Reply:
+        def begin() -> tuple[Stream, CoroutineInbox, Callable[[], None]]:
+            inbox = CoroutineInbox(self._mail)
+            request_id = self._add_one(prompt, params, inbox, interval)
+            return self._streams[request_id], inbox, partial(self._leave, request_id)
+
+        return Reply(begin)
+
+    def _leave(self, request_id: int) -> None:
+        """Cancel a request that has not ended, and forget it; without effect if it is forgotten."""
+        if request_id in self._streams:
             self.cancel(request_id)
             with self._lock:
-                del self._streams[request_id]
+                self._streams.pop(request_id, None)
 
     def stream_text(self, request_id: int) -> Iterator[str]:
         """Yield the request's text in pieces until the request ends; only one thread may read it.
@@ -205,20 +221,40 @@ class StreamingManager:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._worker.join()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are accepted; False once the manager is closed or its worker has failed."""
+        return self._refusal is None
+
+    @property
+    def n_in_flight(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._in_flight)
+
     def __enter__(self) -> StreamingManager:
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _add_one(self, prompt: str | list[int], params: SamplingParams, inbox: Inbox | None) -> int:
+    def _add_one(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        inbox: Inbox | None,
+        interval: int | None = None,
+    ) -> int:
         _check_prompt(prompt)
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {describe(params)}; give SamplingParams")
-        return self._add([prompt], [params], inbox)[0]
+        return self._add([prompt], [params], inbox, interval)[0]
 
     def _add(
-        self, prompts: list[str | list[int]], params: list[SamplingParams], inbox: Inbox | None
+        self,
+        prompts: list[str | list[int]],
+        params: list[SamplingParams],
+        inbox: Inbox | None,
+        interval: int | None = None,
     ) -> list[int]:
         arrival = perf_counter()
         if not isinstance(inbox, (SimpleQueue, CoroutineInbox, type(None))):
@@ -227,7 +263,8 @@ class StreamingManager:
         with self._lock:
             self._check_room(len(prompts))
         sequences = self._make_sequences(prompts, params) if pool is None else []
-        streams = [self._new_stream(own, arrival, inbox) for own in params]
+        interval = self.stream_interval if interval is None else interval
+        streams = [self._new_stream(own, arrival, inbox, interval) for own in params]
         with self._lock:
             self._check_room(len(prompts))
             if pool is not None:
@@ -248,9 +285,11 @@ class StreamingManager:
                 f"max_in_flight is {self.max_in_flight}; try again later"
             )
 
-    def _new_stream(self, params: SamplingParams, arrival: float, inbox: Inbox | None) -> Stream:
+    def _new_stream(
+        self, params: SamplingParams, arrival: float, inbox: Inbox | None, interval: int
+    ) -> Stream:
         is_shared, metrics = isinstance(inbox, SimpleQueue), RequestMetrics(arrival)
-        return Stream(next(self._ids), params, metrics, inbox or SimpleQueue(), is_shared)
+        return Stream(next(self._ids), params, metrics, inbox or SimpleQueue(), is_shared, interval=interval)
 
     def _make_sequences(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[Sequence]:
         return each_made(self._make_sequence, each_encoded(self.engine.encode_many, prompts), params)
@@ -298,7 +337,7 @@ class StreamingManager:
         with self._lock:
             rest, reason = list(self._in_flight), self._refusal or _closed()
         self._end_all(rest, reason)
-        send(self._mail)
+        self._send_mail()
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
@@ -308,7 +347,14 @@ class StreamingManager:
                     return
                 order()
             self._deliver_due(self._scheduler.step())
-            send(self._mail)
+            self._send_mail()
+
+    def _send_mail(self) -> None:
+        while self._mail:
+            loop, pieces = self._mail.popitem()
+            if loop not in self._mailboxes:
+                self._mailboxes[loop] = Mailbox(loop)
+            self._mailboxes[loop].put_all(pieces)
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
         """Yield at most ``ORDERS_A_STEP`` incoming orders; wait for the first if no request is running.
@@ -326,11 +372,11 @@ class StreamingManager:
     def _start(self, streams: list[Stream], sequences: list[Sequence]) -> None:
         for stream, sequence in zip(streams, sequences, strict=True):
             if not stream.ended.is_set():  # or else it was cancelled while being tokenized
-                stream.start(sequence, self.engine.tokenizer, self.stream_interval)
+                stream.start(sequence, self.engine.tokenizer)
                 self._running[self._scheduler.submit(sequence)] = stream
 
     def _deliver_due(self, sequences: list[Sequence]) -> None:
-        """Finish the requests that ended in a step and deliver due text; some readers must wait their turn.
+        """Finish the requests that ended in a step, and deliver due text.
 
         sequences: the sequences that received tokens or failed in the step.
         """
@@ -340,32 +386,14 @@ class StreamingManager:
         for stream in self._stepped:
             if stream.sequence.finish_reason is not None:
                 self._finish(stream)
-            elif len(stream.tokens) >= stream.due and not stream.takes_turns:
+            elif len(stream.tokens) >= stream.due:
                 self._deliver(stream, stream.text.take(), now)
-                if not stream.inbox_is_shared:
-                    stream.takes_turns = True
-                    self._readers.append(stream)
-        self._take_turns(now)
-
-    def _take_turns(self, now: float) -> None:
-        """Deliver due text to the next readers in turn, one for every ``READER_S`` since the last call."""
-        readers = self._readers
-        self._turns = min(self._turns + (now - self._turns_at) / READER_S, len(readers))
-        self._turns_at = now
-        for _ in range(len(readers)):
-            if self._turns < 1:
-                return
-            stream = readers[0]
-            readers.rotate(-1)
-            if len(stream.tokens) >= stream.due:
-                self._deliver(stream, stream.text.take(), now)
-                self._turns -= 1
 
     def _deliver(self, stream: Stream, piece: str, now: float) -> None:
         """Put ``piece``, the text of all undelivered tokens, into the inbox; record the time ``now``."""
         length = len(stream.tokens)
         stream.metrics.token_times += (now,) * (length - stream.n_delivered)
-        stream.n_delivered, stream.due = length, length + self.stream_interval
+        stream.n_delivered, stream.due = length, length + stream.interval
         if piece:
             stream.inbox.put((stream.request_id, piece))
 
@@ -374,8 +402,6 @@ class StreamingManager:
         sequence = stream.sequence
         self._deliver(stream, stream.text.take_last(int(sequence.finish_reason == "stop")), perf_counter())
         del self._running[sequence.request_id]
-        if stream.takes_turns:
-            self._readers.remove(stream)
         output = self._scheduler.take_result(sequence.request_id)
         stream.metrics.preemptions = output.metrics.preemptions
         if output.error is not None:

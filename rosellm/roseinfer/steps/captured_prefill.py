@@ -154,18 +154,19 @@ class CapturedPrefill:
     def layout(self) -> PromptLayout:
         return self.buffer.layout
 
-    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
+    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> tuple[Tensor, Tensor | None]:
         """Run a prefill that is too large for any graph, kernel by kernel, as ``packed`` does."""
         return self.packed.run(words, shape, mode)
 
-    def replay(self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None) -> Tensor:
-        """Replay a prefill; return the final hidden states of each place's last token, ``[places, C]``.
+    def replay(
+        self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Replay a prefill, and return final hidden states as :meth:`run` does.
 
         words: the inputs, laid out by ``layout.shape(tokens, places)``.
         tokens, tiling: the size of the layers' graph.
         places: captured number of places.
-        mode: the chooser's mode for first tokens; None replays only the layers' graph, chooses no tokens, and
-            returns the buffer of hidden states ``[most_tokens, C]``.
+        mode: the chooser's mode for first tokens; None replays only the layers' graph.
 
         Missing graphs are captured first, before the inputs are sent, since a capture overwrites the buffer.
         """
@@ -173,7 +174,7 @@ class CapturedPrefill:
         choose = None if mode is None else self._token_run(places, mode)
         self.buffer.send(words, tokens, places)
         run_layers()
-        return self._hidden if choose is None else choose()
+        return self._hidden, None if choose is None else choose()
 
     def captures(self) -> list[Callable[[], object]]:
         """Return functions that capture the missing graphs, the largest first."""

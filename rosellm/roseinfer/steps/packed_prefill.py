@@ -53,18 +53,18 @@ class PackedPrefill:
         self._staging = StagingBuffer(state.rows.device, torch.int32)
         self.spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
 
-    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
+    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> tuple[Tensor, Tensor | None]:
         """Cache the tokens described by ``words``, choose first tokens, and return final hidden states.
 
         words: the inputs ``[shape.words]`` int32.
         mode: the chooser's mode for first tokens; None chooses none.
 
-        Returns the states of each sequence's last token ``[places, C]``, or of all tokens ``[N, C]`` if
+        Returns the states of all tokens ``[N, C]``, and of each sequence's last token ``[places, C]`` unless
         ``mode`` is None.
         """
         inputs = PromptInputs.of(self.send(words), shape)
         hidden = self.layers(inputs)
-        return hidden if mode is None else self.first_tokens(inputs, hidden, mode)
+        return hidden, None if mode is None else self.first_tokens(inputs, hidden, mode)
 
     def captures(self) -> list[Callable[[], object]]:
         """Return an empty list: this prefill has no graphs."""

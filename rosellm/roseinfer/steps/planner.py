@@ -199,6 +199,10 @@ class Planner:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
+    def allow_stops(self) -> None:
+        """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
+        self.counts.allow_stops(lambda sequence: int(self.position[self._row_of[sequence].index]))
+
     def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
         """Record the start of a step that gives each row of ``batch`` one token.
 

@@ -9,6 +9,7 @@ import numpy as np
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import pieces_for, tile_columns
+from rosellm.roseinfer.layers.logprobs import PromptTokens
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
@@ -52,7 +53,13 @@ class PackedPrompts:
                 self._replay(captured, chunks)
             else:
                 self._run(chunks)
+            self._give_logprobs(chunks)
             return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
+
+    def _give_logprobs(self, chunks: Chunks) -> None:
+        """Give sequences the logprobs of their prompts' tokens, if requested; the host waits for them."""
+        for asked in PromptTokens.asked(chunks.sequences, chunks.starts, chunks.counts):
+            asked.give(self._call("prompt_logprobs", asked.rows, asked.tokens))
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
         """Reserve slots for the chunks and the rest of completed prompts' last blocks; return the chunks."""
@@ -89,7 +96,9 @@ class PackedPrompts:
     def _run(self, chunks: Chunks) -> None:
         columns = tile_columns(chunks.starts, chunks.counts, None, BLOCK_M)
         shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)
-        self._call("prefill", self.filled(chunks, columns, shape), shape, self.mode_of(chunks))
+        self._call(
+            "prefill", self.filled(chunks, columns, shape), shape, self.mode_of(chunks), _keeps(chunks)
+        )
 
     def _replay(self, captured: CapturedPrefill, chunks: Chunks) -> None:
         n, layout = len(chunks.counts), captured.layout
@@ -98,7 +107,11 @@ class PackedPrompts:
         places = places_for(n)
         columns = tile_columns(chunks.starts, chunks.counts, layout.table_rows(places)[:n], BLOCK_M, pieces)
         words = self.filled(chunks, columns, layout.shape(tokens, places))
-        self._call("captured_prefill", words, tokens, tiling, places, mode)
+        self._call("captured_prefill", words, tokens, tiling, places, mode, _keeps(chunks))
+
+
+def _keeps(chunks: Chunks) -> bool:
+    return any(sequence.prompt_logprobs is not None for sequence in chunks.sequences)
 
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:

@@ -202,6 +202,7 @@ class ResidentStep:
             with profile_range(f"{STEP_RANGE}.reserve"):
                 planner.grow(batch)
                 planner.deactivate()
+                planner.allow_stops()
             rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
             self._start()
             with profile_range(f"{STEP_RANGE}.model"):
@@ -291,7 +292,10 @@ class ResidentStep:
         if begun.has_logprobs:
             self._give_logprobs(begun, live, set(got))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
-            self.planner.free(row)
+            if row.sequence.stop_reason is None:
+                self.planner.free(row)
+            else:  # ended by a token that the device does not know
+                self.planner.release(row.sequence)
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
     def _give_logprobs(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
@@ -304,4 +308,4 @@ class ResidentStep:
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
         own = [sequences[i] for i in there]
         read = self.worker.logprobs.read(begun.rounds[there], begun.batch.indices[there])
-        add_likely(own, likely_of(read, own))
+        add_likely(own, likely_of(read, [s.params.logprobs for s in own]))

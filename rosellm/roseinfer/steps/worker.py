@@ -21,6 +21,7 @@ from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.choosers import NextTokens
 from rosellm.roseinfer.layers.fused import Layers
+from rosellm.roseinfer.layers.logprobs import likely_prompt_tokens
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
@@ -98,6 +99,7 @@ class Worker:
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
         self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
+        self._prompt_hidden: Tensor | None = None  # of all tokens of the latest prefill, if kept
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Run the method ``name``; ranks exchange its arguments, which are numbers, strings and arrays."""
@@ -135,13 +137,15 @@ class Worker:
 
     @torch.inference_mode()
     def write_counts(self, words: np.ndarray, n: int) -> None:
-        """Replace the contents of rows of ``counts``.
+        """Write to rows of ``counts``.
 
-        words: int32: the ``n`` table rows to clear; then the rows, tokens and values of m entries to write.
+        words: int32: ``n`` table rows to fill, and the value for each; then the rows, tokens and values of m
+            entries to write.
         """
         sent = self._staging.put(words).send()
-        place, token, number = sent[n:].view(3, -1)
-        self.counts.index_fill_(0, sent[:n].long(), 0)
+        place, token, number = sent[2 * n :].view(3, -1)
+        if n:
+            self.counts[sent[:n].long()] = sent[n : 2 * n, None]
         self.counts[place.long(), token.long()] = number
 
     @torch.inference_mode()
@@ -155,26 +159,37 @@ class Worker:
         self.hidden = self.step(rows, mode, variant)()
 
     @torch.inference_mode()
-    def prefill(self, words: np.ndarray, shape: Shape, mode: str | None) -> None:
+    def prefill(self, words: np.ndarray, shape: Shape, mode: str | None, keep: bool) -> None:
         """Cache packed prompts and choose their first tokens, kernel by kernel.
 
         words: the inputs ``[shape.words]`` int32.
         mode: the chooser's mode; None chooses no tokens and keeps ``hidden``.
+        keep: whether :meth:`prompt_logprobs` follows.
         """
-        self._keep(self.prompts.run(words, shape, mode), mode)
+        self._note(*self.prompts.run(words, shape, mode), keep)
 
     @torch.inference_mode()
     def captured_prefill(
-        self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
+        self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None, keep: bool
     ) -> None:
         """Cache packed prompts and choose first tokens by replaying two graphs, captured first if missing.
 
         words: the inputs, laid out for ``tokens`` and ``places``.
         tokens, tiling, places: captured sizes.
         mode: the chooser's mode; None replays only the graph of the layers and chooses no tokens.
+        keep: whether :meth:`prompt_logprobs` follows.
         """
         assert isinstance(self.prompts, CapturedPrefill)
-        self._keep(self.prompts.replay(words, tokens, tiling, places, mode), mode)
+        self._note(*self.prompts.replay(words, tokens, tiling, places, mode), keep)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, rows: np.ndarray, tokens: np.ndarray) -> Tensor:
+        """Return ``likely_tokens`` of prompt tokens ``[n, W]`` on the CPU, after waiting for the prefill.
+
+        rows: for each token, its row of the latest prefill's hidden states ``[n]``. tokens: ``[n]``.
+        """
+        assert self._prompt_hidden is not None
+        return likely_prompt_tokens(self.next_tokens.chooser.logits, self._prompt_hidden, rows, tokens)
 
     @torch.inference_mode()
     def find_logprobs(self, inputs: np.ndarray) -> None:
@@ -266,9 +281,10 @@ class Worker:
         """The number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.count
 
-    def _keep(self, hidden: Tensor, mode: str | None) -> None:
-        if mode is not None:
-            self.hidden = hidden
+    def _note(self, hidden: Tensor, chosen: Tensor | None, keep: bool) -> None:
+        self._prompt_hidden = hidden if keep else None
+        if chosen is not None:
+            self.hidden = chosen
 
     def _buckets(self, rows: int | None) -> list[int]:
         """Return the captured batch sizes, largest first, or only the size that serves ``rows`` sequences."""

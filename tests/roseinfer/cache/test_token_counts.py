@@ -25,8 +25,8 @@ class HeldCounts(TokenCounts):
 
     def write(self, name: str, words: np.ndarray, n: int) -> None:
         assert name == "write_counts"
-        place, token, number = words[n:].reshape(3, -1)
-        self.table[words[:n]] = 0
+        place, token, number = words[2 * n :].reshape(3, -1)
+        self.table[words[:n]] = words[n : 2 * n, None]
         self.table[place, token] = number
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
-from rosellm.roseinfer.cache.token_counts import seen_tokens
+from rosellm.roseinfer.cache.token_counts import entries_of
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import draw, penalised_ref
 from rosellm.roseinfer.kernels.table import TORCH
@@ -59,7 +59,7 @@ def choose(chooser: Chooser, hidden: Tensor, names: tuple[str, ...], seed: int) 
         sequence = Sequence(i, PROMPT, params, ())
         sequence.tokens += OUTPUT
         chooser.counts[i] = 0
-        for token, number in zip(*seen_tokens(sequence, POSITION), strict=True):
+        for token, number in zip(*entries_of(sequence, POSITION), strict=True):
             chooser.counts[i, token] = int(number)
         counts = i + 1 if params.is_penalised else 0
         words = torch.frombuffer(bytearray(row_bytes(sequence, POSITION, 0, counts)), dtype=torch.int32)

@@ -246,12 +246,16 @@ BAD = {
     "repetition_penalty": (0.0, -1, math.inf),
     "presence_penalty": (2.1, "0"),
     "frequency_penalty": (-2.1, math.nan),
-    "max_tokens": (0, True, None),
-    "seed": (-1, 2**63, 1.0),
+    "max_tokens": (0, True),
+    "seed": (-2, 2**63, 1.0),
     "logprobs": (-1, 21, True),
     "ignore_eos": (1,),
     "n": (0, 10**8, True, 10**5000),
     "stop": ("", ["a", ""], 5, [1]),
+    "stop_token_ids": (5, [-1], ["a"], [True]),
+    "logit_bias": ([1], {"a": 1}, {-1: 1.0}, {1: math.nan}),
+    "min_tokens": (-1, 1.5, None),
+    "prompt_logprobs": (-1, 21),
 }
 
 

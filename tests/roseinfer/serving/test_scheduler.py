@@ -179,8 +179,8 @@ def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
     ("prompt", "max_tokens", "words"),
     [
         *(([], 1, "empty"), ("text", 1, "str"), ([101], 1, "101"), ([-1], 1, "-1"), ([1.0], 1, "1.0")),
-        *(([True], 1, "True"), ([1] * 60, 5, "64 positions")),
-        ([1] * 20, 16, "needs 5 KV blocks of 8 tokens per layer; the cache has 4"),
+        *(([True], 1, "True"), ([1] * 64, 5, "64 positions")),
+        ([1] * 33, 1, "the cache has 4 KV blocks of 8 tokens per layer"),
     ],
 )
 def test_a_prompt_that_can_never_run_is_refused(prompt, max_tokens, words):

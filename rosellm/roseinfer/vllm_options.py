@@ -1,0 +1,69 @@
+"""Options of vLLM's ``LLM`` that ours takes under another name, or only with the value that has no effect."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from rosellm.errors import OptionError, describe
+
+SAME_AS = {
+    "max_num_seqs": "max_batch_size",
+    "enable_prefix_caching": "prefix_cache",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+NO_REMOTE_CODE = "code from checkpoints is never run"
+ONE_FORMAT = "checkpoints are read in 16 or 32 bits"
+# Values without effect, and why others are refused. No values: all have none, since they tune vLLM's inside.
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False,), NO_REMOTE_CODE),
+    "quantization": ((None,), ONE_FORMAT),
+    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
+    "enable_lora": ((False, None), "LoRA adapters are not supported; merge them into the model"),
+    "speculative_config": ((None,), "speculative decoding is not supported"),
+    "pipeline_parallel_size": ((1,), "use tensor_parallel_size or data_parallel_size"),
+    "tokenizer_mode": (("auto", "hf"), "tokenizers are read by transformers"),
+    "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
+    "runner": (("auto", "generate"), "only text generation is supported"),
+    "task": (("auto", "generate", None), "only text generation is supported"),
+    "convert": (("auto", "none"), "only text generation is supported"),
+    "model_impl": (("auto", "vllm"), "every model has our own implementation"),
+    "hf_overrides": ((None, {}), "edit the checkpoint's config.json"),
+    "cpu_offload_gb": ((0, 0.0), "weights are held on the device"),
+    "enable_sleep_mode": ((False,), "an engine cannot sleep"),
+    "tokenizer_revision": ((None,), "give tokenizer= a folder"),
+    "code_revision": ((None,), NO_REMOTE_CODE),
+    "scheduling_policy": (("fcfs",), "requests start in order of arrival"),
+    "limit_mm_per_prompt": ((None, {}), "only text is supported"),
+    "logits_processors": ((None, []), "use logit_bias, allowed_token_ids or bad_words"),
+} | dict.fromkeys(
+    (
+        "swap_space", "disable_log_stats", "disable_custom_all_reduce", "enable_chunked_prefill",
+        "max_seq_len_to_capture", "served_model_name", "distributed_executor_backend", "compilation_config",
+        "max_lora_rank", "max_loras", "max_logprobs", "use_v2_block_manager", "disable_async_output_proc",
+        "worker_use_ray", "long_prefill_token_threshold", "allowed_local_media_path", "async_scheduling",
+    ),
+    ((), ""),
+)  # fmt: skip
+
+
+def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
+    """Return the options of ours that vLLM's options ``given`` stand for.
+
+    ours: names of ours, for the suggestion in an error.
+
+    Raises ``OptionError`` for an unknown option, or a value that we do not support.
+    """
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in SAME_AS:
+            options[SAME_AS[name]] = value
+        elif name in NEUTRAL:
+            values, reason = NEUTRAL[name]
+            if values and value not in values:
+                raise OptionError(f"{name} is {describe(value)}: {reason}")
+        else:
+            close = get_close_matches(name, [*ours, *SAME_AS, *NEUTRAL], n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; use {', '.join(sorted(ours))}"
+            raise OptionError(f"LLM has no option {name!r}{hint}")
+    return options
