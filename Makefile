@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) uv $(if $(CPU),,'$(TORCH)')
 	$(if $(CPU),$(UV) --torch-backend cpu '$(TORCH)')
-	@$(UV) -e '.[cluster,notebooks,test]' || { echo "uv could not install it (it does not read pip's configuration): pip tries"; $(PIP) -e '.[cluster,notebooks,test]'; }
+	@$(UV) -e '.[cluster,notebooks,serve,test]' || { echo "uv could not install it (it does not read pip's configuration): pip tries"; $(PIP) -e '.[cluster,notebooks,serve,test]'; }
 	@touch $@
 	@echo "$(VENV) is ready, after $$(($$(date +%s) - $(BEGAN))) s"
 
