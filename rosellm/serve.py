@@ -13,14 +13,14 @@ import os
 import signal
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
 import prometheus_client as prometheus
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from rosellm.command_line import OneLineParser, command, whole_number
@@ -31,12 +31,24 @@ from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.stream import Reply
-from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.serving.streaming import WHOLE, StreamingManager
 
 SAMPLING = set(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "prompt_logprobs", "n"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OF_THE_SERVER = ("host", "port", "api_key", "served_model_name", "max_in_flight")  # the rest are LLM's
-STATUS = {OverloadError: 429, PromptError: 400, SamplingError: 400, CheckpointError: 400}  # others: 503
+
+
+class KeyRefused(RoseError):
+    """A request without the server's API key."""
+
+
+STATUS = {
+    KeyRefused: 401,
+    OverloadError: 429,
+    PromptError: 400,
+    SamplingError: 400,
+    CheckpointError: 400,
+}  # others: 503
 ANSWERS = prometheus.Counter("rosellm_requests", "Requests by status.", ["status"])
 TOKENS = prometheus.Counter("rosellm_tokens", "Tokens of prompts and completions.", ["kind"])
 TTFT = prometheus.Histogram("rosellm_time_to_first_token_seconds", "Time to the first token.")
@@ -138,11 +150,11 @@ class Server:
         self.manager = StreamingManager(llm, SchedulerConfig(max_in_flight=options.max_in_flight))
         RUNNING.set_function(lambda: self.manager.n_in_flight)
 
-    def admits(self, request: Request) -> bool:
-        """Return whether a request has the key; ``/health`` needs none."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        is_free = self.key is None or request.url.path == "/health"
-        return is_free or hmac.compare_digest(given.encode(), (self.key or "").encode())
+    async def check_key(self, request: Request) -> None:
+        """Raise ``KeyRefused`` unless the request has the key; ``/health`` needs none."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self.key and request.url.path != "/health" and not hmac.compare_digest(given, self.key.encode()):
+            raise KeyRefused("wrong or no API key")
 
     async def answer(self, request: Request) -> Response:
         """Answer a chat or a completion, whole or as a stream of events."""
@@ -151,12 +163,18 @@ class Server:
         except ValueError:
             raise PromptError("the body is no valid JSON") from None
         call = await asyncio.to_thread(Call, self.llm, body, "chat" in request.url.path)
-        jobs = [(prompt, own) for prompt in call.prompts for own in call.each]
+        interval = None if body.get("stream") else WHOLE
+        jobs = [(prompt, own, interval) for prompt in call.prompts for own in call.each]
+        replies = [self.manager.stream(*job).start() for job in jobs]  # all of them, or an error
         if body.get("stream"):
-            replies = [self.manager.stream(*job).start() for job in jobs]
             return StreamingResponse(self._events(call, replies), media_type="text/event-stream")
-        outputs = await unless_gone(request, asyncio.gather(*(self.manager.complete(*job) for job in jobs)))
+        try:
+            outputs = await unless_gone(request, asyncio.gather(*(reply.whole() for reply in replies)))
+        finally:
+            for reply in replies:
+                await reply.aclose()
         _count(outputs)
+        ANSWERS.labels(200).inc()
         return JSONResponse(call.answer(outputs))
 
     async def _events(self, call: Call, replies: list[Reply]) -> AsyncIterator[str]:
@@ -171,6 +189,7 @@ class Server:
             _count(outputs)
             if (call.body.get("stream_options") or {}).get("include_usage"):
                 yield f"data: {json.dumps(call.whole([], '.chunk') | {'usage': call.usage(outputs)})}\n\n"
+            ANSWERS.labels(200).inc()
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
@@ -225,21 +244,15 @@ def build_app(server: Server) -> FastAPI:
         yield
         server.manager.close()
 
-    app = FastAPI(title="RoseLLM", lifespan=lifespan)
+    app = FastAPI(title="RoseLLM", lifespan=lifespan, dependencies=[Depends(server.check_key)])
     app.post("/v1/completions")(server.answer)
     app.post("/v1/chat/completions")(server.answer)
 
-    @app.middleware("http")
-    async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-        refusal = JSONResponse({"error": {"message": "wrong or no API key", "code": 401}}, 401)
-        response = await proceed(request) if server.admits(request) else refusal
-        if request.url.path.startswith("/v1/"):
-            ANSWERS.labels(response.status_code).inc()
-        return response
-
     @app.exception_handler(RoseError)
     async def refuse(_: Request, error: RoseError) -> Response:
-        return JSONResponse(_error(error), _error(error)["error"]["code"])
+        told = _error(error)
+        ANSWERS.labels(told["error"]["code"]).inc()
+        return JSONResponse(told, told["error"]["code"])
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

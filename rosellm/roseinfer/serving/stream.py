@@ -191,6 +191,12 @@ class Reply:
         stream.output()
         raise StopAsyncIteration
 
+    async def whole(self) -> RequestOutput:
+        """Read to the end, and return the request's output."""
+        async for _ in self:
+            pass
+        return self.output
+
     async def aclose(self) -> None:
         """Cancel the request, unless it has ended."""
         self.__del__()

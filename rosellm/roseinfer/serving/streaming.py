@@ -132,13 +132,22 @@ class StreamingManager:
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
-    def stream(self, prompt: str | list[int], params: SamplingParams) -> Reply:
+    def stream(self, prompt: str | list[int], params: SamplingParams, interval: int | None = None) -> Reply:
         """Return the text of a prompt's completion in pieces, to be read by a coroutine with ``async for``.
+
+        interval: number of tokens per piece; None means ``stream_interval``, and ``WHOLE`` one piece at the
+            end.
 
         If the reader goes away, the request is cancelled. The first piece raises the errors of
         :meth:`add_request`.
         """
-        return self._reply(prompt, params, self.stream_interval)
+
+        def begin() -> tuple[Stream, CoroutineInbox, Callable[[], None]]:
+            inbox = CoroutineInbox(self._mail)
+            request_id = self._add_one(prompt, params, inbox, interval)
+            return self._streams[request_id], inbox, partial(self._leave, request_id)
+
+        return Reply(begin)
 
     async def complete(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
         """Queue a prompt, wait for its end and return its output, for a coroutine.
@@ -146,18 +155,7 @@ class StreamingManager:
         Cancelling the task cancels the request. Raises the errors of :meth:`add_request`, and the error with
         which the request ends.
         """
-        reply = self._reply(prompt, params, WHOLE)
-        async for _ in reply:
-            pass
-        return reply.output
-
-    def _reply(self, prompt: str | list[int], params: SamplingParams, interval: int) -> Reply:
-        def begin() -> tuple[Stream, CoroutineInbox, Callable[[], None]]:
-            inbox = CoroutineInbox(self._mail)
-            request_id = self._add_one(prompt, params, inbox, interval)
-            return self._streams[request_id], inbox, partial(self._leave, request_id)
-
-        return Reply(begin)
+        return await self.stream(prompt, params, WHOLE).whole()
 
     def _leave(self, request_id: int) -> None:
         """Cancel a request that has not ended, and forget it; without effect if it is forgotten."""

@@ -82,7 +82,7 @@ class Client:
 
 def expected(prompt: list[int], params: SamplingParams, stop_at: int) -> tuple[Asked, str, SamplingParams]:
     """A request, its whole text, and its parameters with the letters at ``stop_at``, if any, to stop at."""
-    asked = Asked.of(prompt, params, tokens_after(tuple(prompt)))
+    asked = Asked.of(prompt, params, tokens_after(tuple(prompt)), 10**6)
     text = Letters().decode(asked.tokens[:-1] if asked.reason == "stop" else asked.tokens)
     stop = text[stop_at : stop_at + 2]
     if not stop:
