@@ -58,12 +58,8 @@ class Limits:
             raise SamplingError(
                 f"n is {describe(params.n)}; only LLM.generate and LLM.chat make several completions"
             )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            beyond = [token for token in getattr(params, name) or () if token >= self.vocab_size]
-            if beyond:
-                raise SamplingError(
-                    f"{name} has token {beyond[0]}, not in the vocabulary of {self.vocab_size}"
-                )
+        if params.logit_bias or params.allowed_token_ids or params.stop_token_ids:
+            self._check_named_tokens(params)
         _check_token_ids(prompt, self.vocab_size)
         if len(prompt) < self.longest:
             return
@@ -75,6 +71,14 @@ class Limits:
             blocks = f"{self.num_kv_blocks} KV blocks of {self.block_size} tokens"
             reason = f"the cache has {blocks} per layer; raise num_kv_blocks or gpu_memory_utilization"
         raise LongPromptError(f"{len(prompt)} prompt tokens leave no room for a new one: {reason}")
+
+    def _check_named_tokens(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            beyond = [token for token in getattr(params, name) or () if token >= self.vocab_size]
+            if beyond:
+                raise SamplingError(
+                    f"{name} has token {beyond[0]}, not in the vocabulary of {self.vocab_size}"
+                )
 
 
 def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
