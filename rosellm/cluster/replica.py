@@ -61,6 +61,8 @@ class Gain:
     finish_reason: None while the request runs.
     error: why the request failed, or None.
     preemptions: how often this replica has preempted the request, in total.
+    num_cached_tokens: number of tokens of the prompt that this replica's prefix cache held.
+    prompt_logprobs: the logprobs of the prompt, once the request has ended; None unless requested.
     """
 
     tokens: list[int]
@@ -69,6 +71,8 @@ class Gain:
     finish_reason: str | None
     error: str | None
     preemptions: int
+    num_cached_tokens: int
+    prompt_logprobs: list[Likely | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ class _Running:
         self.n_reported += len(tokens)
         logprobs = None if sequence.logprobs is None else sequence.logprobs[known - sequence.n_prompt :]
         ending = sequence.finish_reason, sequence.error
-        return Gain(
-            tokens, times[len(times) - len(tokens) :], logprobs, *ending, sequence.metrics.preemptions
-        )
+        prompt = sequence.prompt_logprobs if sequence.is_finished else None
+        cached = sequence.metrics.preemptions, sequence.num_cached_prompt_tokens
+        return Gain(tokens, times[len(times) - len(tokens) :], logprobs, *ending, *cached, prompt)
 
 
 class Replica:

@@ -229,6 +229,8 @@ class ReplicaScheduler(Scheduler):
         sequence.metrics.token_times += [time + shift for time in gain.times]
         sequence.metrics.preemptions += gain.preemptions if gain.finish_reason else 0
         sequence.finish_reason, sequence.error = gain.finish_reason, gain.error
+        sequence.num_cached_prompt_tokens = gain.num_cached_tokens
+        sequence.prompt_logprobs = gain.prompt_logprobs or sequence.prompt_logprobs
         self.n_tokens += len(gain.tokens)
         if sequence.is_finished:
             self._router.finish(sequence.request_id)

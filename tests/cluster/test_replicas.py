@@ -108,6 +108,15 @@ def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, 
     assert "100%" in capfd.readouterr().err  # the bar
 
 
+def test_logprobs_of_prompts_come_from_the_replicas(llm, one):
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    theirs, ours = (each.generate(PROMPTS, params, use_tqdm=False) for each in (llm, one))
+    for their, our in zip(theirs, ours, strict=True):
+        assert [None if e is None else [*e] for e in their.prompt_logprobs] == [
+            None if e is None else [*e] for e in our.prompt_logprobs
+        ]
+
+
 def test_a_replica_killed_in_mid_run_is_replaced_and_all_are_answered_once(llm, one, expected, monkeypatch):
     victim, other = settled()
     counted = []

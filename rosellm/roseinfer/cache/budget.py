@@ -55,7 +55,7 @@ class BlockBudget:
 
     def cached_prefix(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Return the number of cached tokens with which a new sequence would start, and their blocks."""
-        if self.prefix_cache is None or sequence.prompt_logprobs is not None:
+        if not self.prefix_cache or sequence.prompt_logprobs is not None:
             return 0, []
         return self.prefix_cache.look_up(sequence.tokens[: sequence.prefill_length])
 

@@ -66,10 +66,9 @@ class TokenCounts:
         position_of: returns a sequence's number of cached tokens when the next step begins.
         """
         due = [s for s, first in self._stopping_from.items() if position_of(s) >= first]
-        for sequence in due:
-            tokens, entries = entries_of(sequence, self._stopping_from.pop(sequence))
-            stops = np.isin(tokens, sequence.stop_tokens)
-            self._write([], [], [self._place_of[sequence]], [(tokens[stops], entries[stops])])
+        if due:
+            stops = [_stops_of(s, self._stopping_from.pop(s)) for s in due]
+            self._write([], [], [self._place_of[s] for s in due], stops)
 
     def _take(self, sequence: Sequence) -> int:
         if sequence not in self._place_of:
@@ -102,6 +101,13 @@ def entries_of(sequence: Sequence, position: int, counted: int | None = None) ->
     tokens = list(counts | biases)
     bits = float16_bits([biases.get(token, default) for token in tokens])
     return np.array(tokens, np.int32), bits | np.array([counts.get(t, 0) for t in tokens], np.int32)
+
+
+def _stops_of(sequence: Sequence, position: int) -> Entries:
+    """Return the stop tokens and their entries, as :func:`entries_of` does."""
+    tokens, entries = entries_of(sequence, position)
+    stops = np.isin(tokens, sequence.stop_tokens)
+    return tokens[stops], entries[stops]
 
 
 def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:

@@ -87,8 +87,12 @@ class Room:
             return None
         blocks = self.budget.blocks
         n_cached, shared = self.budget.cached_prefix(sequence)
-        kept = {b for b in shared[: n_cached // blocks.block_size] if blocks.is_evictable(b)} - self._shared
-        need = blocks_for(len(sequence.tokens), blocks.block_size) - n_cached // blocks.block_size + len(kept)
+        need = blocks_for(len(sequence.tokens), blocks.block_size)
+        kept: set[int] = set()
+        if n_cached:
+            n_full = n_cached // blocks.block_size
+            kept = {b for b in shared[:n_full] if blocks.is_evictable(b)} - self._shared
+            need += len(kept) - n_full
         if self.budget.max_blocks(sequence) > self.budget.unreserved and need + self.n_active > self.free:
             return None
         self.free -= need

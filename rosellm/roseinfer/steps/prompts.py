@@ -53,7 +53,8 @@ class PackedPrompts:
                 self._replay(captured, chunks)
             else:
                 self._run(chunks)
-            self._give_logprobs(chunks)
+            if _keeps(chunks):
+                self._give_logprobs(chunks)
             return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
     def _give_logprobs(self, chunks: Chunks) -> None:
