@@ -8,6 +8,7 @@ classes of ``transformers``.
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("rosellm."):
@@ -21,21 +22,33 @@ if not torch.cuda.is_available():
 
 if TYPE_CHECKING:
     from rosellm.roseinfer.llm import LLM
+    from rosellm.roseinfer.outputs import CompletionOutput, RequestOutput
     from rosellm.roseinfer.sampling import SamplingParams
+    from rosellm.roseinfer.serving.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+HOMES = {  # the modules of the names that are imported at their first use
+    "LLM": "rosellm.roseinfer.llm",
+    "CompletionOutput": "rosellm.roseinfer.outputs",
+    "RequestOutput": "rosellm.roseinfer.outputs",
+    "SamplingParams": "rosellm.roseinfer.sampling",
+    "TextPrompt": "rosellm.roseinfer.serving.prompts",
+    "TokensPrompt": "rosellm.roseinfer.serving.prompts",
+}
 
 
 def __getattr__(name: str) -> type:
-    if name == "LLM":
-        from rosellm.roseinfer.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from rosellm.roseinfer.sampling import SamplingParams
-
-        return SamplingParams
+    if name in HOMES:
+        return getattr(import_module(HOMES[name]), name)
     raise AttributeError(f"module 'rosellm' has no attribute {name!r}")
 
 

@@ -148,6 +148,7 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("completions", '{"prompt": "a", "temperature": "hot"}', "temperature is 'hot'"),
         ("completions", '{"prompt": "a", "max_tokens": -3}', "max_tokens is -3"),
         ("completions", '{"prompt": "a", "n": 0.5}', "n is 0.5"),
+        ("completions", '{"prompt": "a", "structured_outputs": {"regex": "a"}}', "are not supported"),
         ("completions", '{"prompt": [999999]}', "not in the vocabulary"),
         ("chat/completions", '{"messages": "hello"}', "messages are 'hello'"),
         ("chat/completions", '{"messages": [{"role": "user"}]}', "message 0"),

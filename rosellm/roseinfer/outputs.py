@@ -167,6 +167,7 @@ class RequestOutput:
         )
 
 
+CompletionOutput = RequestOutput  # vLLM's name of an output's ``outputs``
 _shorter = Repr()
 _shorter.maxlist = 12
 

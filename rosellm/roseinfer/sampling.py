@@ -18,6 +18,7 @@ MOST_COMPLETIONS = 16384  # as in vLLM
 MOST_BIAS = 100.0  # as in OpenAI's interface
 REPETITION_BOUNDS = 1e-30, 1e30  # a float32 logit up to 1e8 stays finite if divided or multiplied by these
 NOT_FINITE = -2  # in place of a token id
+NOT_STRUCTURED = "None: structured outputs (a regex, JSON, a grammar) are not supported"
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
 
@@ -99,6 +100,10 @@ def _seed(value: Any) -> int | None:
     return _refuse(f"a whole number from 0 to {INT64_MAX}, or -1 for a fresh one")
 
 
+class StructuredOutputsParams(dict):
+    """A constraint on the output, under vLLM's name; ``SamplingParams`` refuses it."""
+
+
 @dataclass
 class SamplingParams:
     """How the tokens of one request are chosen, and when it stops.
@@ -136,6 +141,7 @@ class SamplingParams:
     prompt_logprobs: the same for the tokens of the prompt, except the first.
     truncate_prompt_tokens: keep only this many last tokens of the prompt; None keeps all, and -1 as many as
         fit with one new token.
+    structured_outputs: None; constraints on the output are not supported.
     n: number of completions per prompt, 1 to 16,384, in ``LLM.generate`` and ``LLM.chat`` only; completion i,
         from 0, has ``seed + i``, or a fresh seed.
 
@@ -169,6 +175,7 @@ class SamplingParams:
         None, int, 0, MOST_LOGPROBS, f"a whole number from 0 to {MOST_LOGPROBS}"
     )
     truncate_prompt_tokens: int | None = _number(None, int, -1, INT32_MAX, "a whole number, 1 or more, or -1")
+    structured_outputs: None = _checked(None, lambda _: _refuse(NOT_STRUCTURED))
 
     def __post_init__(self) -> None:
         self.check()
@@ -205,6 +212,11 @@ class SamplingParams:
             raise SamplingError("stop strings need a text, and detokenize is False")
         if self.allowed_token_ids == ():
             raise SamplingError("allowed_token_ids is empty: no token could be chosen")
+
+    @property
+    def __struct_fields__(self) -> tuple[str, ...]:
+        """The names of the parameters, by which programs copy those of vLLM, a ``msgspec.Struct``."""
+        return tuple(self.__dataclass_fields__)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in SAME_AS:
-            options[SAME_AS[name]] = value
+            options |= {} if value is None else {SAME_AS[name]: value}  # None is vLLM's default
         elif name in NEUTRAL:
             values, reason = NEUTRAL[name]
             if values and value not in values:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from rosellm.errors import PromptError, SamplingError, describe
 from rosellm.roseinfer.sampling import SamplingParams
 
-Prompt = str | Sequence[int]  # text, or token ids
 T = TypeVar("T")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, in vLLM's form."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, in vLLM's form."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
