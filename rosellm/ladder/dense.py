@@ -26,9 +26,10 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.cache.token_counts import dense_entries
 from rosellm.roseinfer.kernels.draw import draw, finite_only, penalised_ref
+from rosellm.roseinfer.kernels.likely import likely_tokens
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_ref
-from rosellm.roseinfer.layers.logprobs import add_likely, likely_of, likely_tokens
+from rosellm.roseinfer.layers.logprobs import add_likely, likely_of
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range, warm_up
@@ -265,7 +266,7 @@ class Dense:
         rows = [row for row, s in enumerate(sequences) if s.logprobs is not None and tokens[row] >= 0]
         if rows:
             own = [sequences[row] for row in rows]
-            words = likely_tokens(logits[rows], tokens[rows]).cpu()
+            words = likely_tokens(logits[rows], tokens[rows]).cpu().numpy()
             add_likely(own, likely_of(words, [s.params.logprobs for s in own]))
 
     def tables(self, sequences: list[Sequence]) -> list[list[Table]]:

@@ -14,6 +14,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.kernels.likely import store_likely_ref
 from rosellm.roseinfer.layers.logprobs import PromptTokens, likely_prompt_tokens
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
@@ -63,7 +64,7 @@ class Prefill:
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
         for asked in PromptTokens.asked(sequences, starts, counts):
-            asked.give(likely_prompt_tokens(self.model.logits, hidden, asked.rows, asked.tokens))
+            asked.give(likely_prompt_tokens(self.model.logits, store_likely_ref, hidden, *asked.wishes))
         whole = [s.completes_prefill(n) for s, n in zip(sequences, counts, strict=True)]
         last = torch.from_numpy((np.cumsum(counts) - 1)[whole]).to(device)
         return hidden[last]  # [n, C]

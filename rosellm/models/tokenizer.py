@@ -282,7 +282,8 @@ def _id_within(raw: tokenizers.Tokenizer, token: str | None, vocab_size: int) ->
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
     """Return the tokenizer that ``load_format="dummy"`` uses for a model with this ``Arch``."""
     eos = config.eos_token_ids[0] if config.eos_token_ids else None
-    return DummyTokenizer(_read(checkpoint_folder(SHIPPED)).backend_tokenizer, config.vocab_size, eos)
+    raw = tokenizers.Tokenizer.from_file(str(checkpoint_folder(SHIPPED) / "tokenizer.json"))
+    return DummyTokenizer(raw, config.vocab_size, eos)
 
 
 def from_transformers(folder: Path, **tokens: Any) -> Any:

@@ -118,7 +118,9 @@ def _parts(
         layers_for=layers_for,
         bind=bind,
         next_tokens=next_tokens,
-        logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
+        logprobs=LogprobRing(
+            state.first(n_rows), chooser.logits, kernels.store_likely, model.config, model.dtype, graphs
+        ),
         graphs=graphs,
         prompts=prompts,
     )

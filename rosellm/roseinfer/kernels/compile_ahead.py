@@ -14,9 +14,10 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
-from rosellm.triton_or_none import has_triton, triton
+from rosellm.triton_or_none import TensorDescriptor, has_triton, triton
 
 _ONE_AT_A_TIME = Lock()
 
@@ -59,6 +60,25 @@ class _Compilers(ThreadPoolExecutor):
             self._bar.update()
 
 
+def _compile_once(met: set[Any], kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+    """Compile a kernel unless it has met arguments of the same kinds: a model has many equal layers."""
+    kinds = kernel, _kind(arguments), _kind(tuple(options.items()))
+    if kinds not in met:
+        met.add(kinds)
+        kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+
+def _kind(value: Any) -> Any:
+    """Return what a kernel is compiled for: of tensors dtype, alignment and block shape; other values."""
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    return value
+
+
 def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
     kernel = compile_kernel()
     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -74,10 +94,11 @@ def _launching_nothing() -> Iterator[None]:
     kernel_type = triton.runtime.KernelInterface
     with _ONE_AT_A_TIME:
         launch_on, owner = kernel_type.__getitem__, get_ident()
+        met: set[Any] = set()
 
         def name_only(kernel: Any, grid: Any) -> Any:
             mine = get_ident() == owner
-            return partial(kernel.run, grid=grid, warmup=True) if mine else launch_on(kernel, grid)
+            return partial(_compile_once, met, kernel, grid) if mine else launch_on(kernel, grid)
 
         kernel_type.__getitem__ = name_only
         try:

@@ -132,13 +132,15 @@ def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
     """
     counts_column, repetition_ptr, presence_ptr, frequency_ptr = penalties
     own = tl.load(counts_column + at, mask=held_rows, other=0)
-    repetition = tl.load(repetition_ptr + at, mask=own > 0, other=1.0)
-    presence = tl.load(presence_ptr + at, mask=own > 0, other=0.0)
-    frequency = tl.load(frequency_ptr + at, mask=own > 0, other=0.0)
-    counted = (own > 0)[:, None] & (columns < N)[None, :]
-    counts_of = counts_ptr + (own - 1).to(tl.int64) * N
-    entries = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
-    return penalised(logits, entries, repetition[:, None], presence[:, None], frequency[:, None])
+    if tl.max(own, axis=0) > 0:
+        repetition = tl.load(repetition_ptr + at, mask=own > 0, other=1.0)
+        presence = tl.load(presence_ptr + at, mask=own > 0, other=0.0)
+        frequency = tl.load(frequency_ptr + at, mask=own > 0, other=0.0)
+        counted = (own > 0)[:, None] & (columns < N)[None, :]
+        counts_of = counts_ptr + (own - 1).to(tl.int64) * N
+        entries = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
+        logits = penalised(logits, entries, repetition[:, None], presence[:, None], frequency[:, None])
+    return logits
 
 
 @triton.jit(do_not_specialize=["M"])

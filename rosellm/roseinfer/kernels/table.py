@@ -23,6 +23,7 @@ from rosellm.roseinfer.kernels import (
     filtered,
     filtered_head,
     head,
+    likely,
     linear,
     noise,
     norm,
@@ -38,7 +39,7 @@ from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
 LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
-OTHERS = advance, filtered, filtered_head, head, noise, penalties, prefill, prefill_pieces
+OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
 ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.ROLES.items()}
 
 
@@ -65,6 +66,7 @@ class Kernels:
     filtered_tiles: Callable[..., filtered_head.Tiles]
     choose_filtered: Callable[..., None]
     count_tokens: Callable[..., None]
+    store_likely: Callable[..., None]
     advance: Callable[..., None]
 
 
@@ -96,6 +98,7 @@ def triton_kernels(dependent: int) -> Kernels:
         kv_append_full_batch=kv.kv_append_triton_full_batch,
         kv_append_identity_pos=kv.kv_append_triton_identity_pos,
         gumbel_noise=noise.gumbel_noise_triton,
+        store_likely=likely.store_likely,
         **{name: partial(kernel, dependent=dependent) for name, kernel in step.items()},
     )
 
@@ -121,6 +124,7 @@ TORCH = Kernels(
     filtered_head.filtered_tiles_ref,
     filtered.choose_filtered_ref,
     penalties.count_tokens_ref,
+    likely.store_likely_ref,
     advance.advance_ref,
 )
 

@@ -42,8 +42,9 @@ class Chooser(ABC):
     logits: Callable[[Tensor], Tensor]
 
     def mode(self, params: list[SamplingParams]) -> str:
-        """Return the mode that can choose tokens for all requests with these parameters."""
-        return mode_of(params)
+        """Return the first of ``modes`` that can choose tokens for all requests with these parameters."""
+        needed = MODES.index(mode_of(params))
+        return next(mode for mode in self.modes if MODES.index(mode) >= needed)
 
     @abstractmethod
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
@@ -78,11 +79,15 @@ class LogitsChooser(Chooser):
 class FusedChooser(Chooser):
     """A chooser whose head stores only the best token of each tile, and the logits of filtered rows.
 
+    Its kernels find out themselves whether any row is drawn, or penalised, so that two modes suffice.
+
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
     request them, are fp32 sums, like the logits by which tokens are chosen. Their GEMM includes the head's
     padding rows, whose logits are cut off: with GPT-2's odd vocabulary size alone, it could not use aligned
     stores.
     """
+
+    modes = "drawn", "penalised"
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
         self.kernels, self.counts = kernels, counts
@@ -93,13 +98,11 @@ class FusedChooser(Chooser):
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         kernels, head = self.kernels, {"hidden": hidden, "weight": self.weight}
-        if mode in ("greedy", "drawn"):
+        if mode == "drawn":
             drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
-            return kernels.best_tokens(**head, **drawing, sampled=mode == "drawn")
-        counts = self.counts if mode == "penalised" else None
-        if counts is not None:
-            kernels.count_tokens(state=state, table=counts)
-        tiles = kernels.filtered_tiles(**head, state=state, counts=counts)
+            return kernels.best_tokens(**head, **drawing)
+        kernels.count_tokens(state=state, table=self.counts)
+        tiles = kernels.filtered_tiles(**head, state=state, counts=self.counts)
         kernels.choose_filtered(tiles=tiles, state=state)
         return tiles.values, tiles.indices
 

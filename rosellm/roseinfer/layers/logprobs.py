@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.roseinfer.kernels.likely import likely_words
 from rosellm.roseinfer.request import Likely, Sequence
-from rosellm.roseinfer.sampling import MOST_LOGPROBS
 
 ROWS_AT_ONCE = 64
-TILE = 128
 
 
-def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the logprobs and ranks of tokens, and the most likely tokens with theirs, as ``[n, W]`` int32.
-
-    logits: ``[n, V]`` from the model.
-    tokens: ``[n]``; negative in a row without a token, whose results are then meaningless.
-
-    The W integers of a row are as follows, where m is ``MOST_LOGPROBS``, or V if that is less:
-
-    ids, 1 + m integers: the given token, then the m most likely tokens in order.
-    logprobs, 1 + m integers: the bits of these tokens' logprobs in fp32.
-    rank, 1 integer: 1 plus the number of tokens that are more likely than the given one.
-    """
-    logits, tokens = logits.float(), tokens.long().clamp_min(0)[:, None]
-    own = logits.gather(1, tokens)
-    most, indices = largest(logits, min(MOST_LOGPROBS, logits.shape[1]))
-    ranks = 1 + (logits > own).sum(dim=-1, keepdim=True)
-    logprobs = torch.cat((own, most), dim=1) - logits.logsumexp(dim=-1, keepdim=True)
-    bits = logprobs.view(torch.int32)
-    return torch.cat((tokens.int(), indices.int(), bits, ranks.int()), dim=1)
-
-
-def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits of each row, in order, and their tokens, as ``logits.topk(k)`` does.
-
-    A large vocabulary is divided into tiles: the k largest logits are in the k tiles with the largest maxima.
-    ``topk`` of the whole row would take several times as long on a GPU.
-    """
-    n, size = logits.shape
-    if size < 4 * k * TILE:
-        return logits.topk(k, dim=-1)
-    tiles = F.pad(logits, (0, -size % TILE), value=-math.inf).view(n, -1, TILE)
-    chosen = tiles.amax(dim=-1).topk(k, dim=-1).indices  # [n, k]
-    candidates = tiles.gather(1, chosen[:, :, None].expand(-1, -1, TILE)).view(n, -1)
-    most, places = candidates.topk(k, dim=-1)
-    return most, chosen.gather(1, places // TILE) * TILE + places % TILE
-
-
-def likely_words(vocab_size: int) -> int:
-    """Return W, the number of 32-bit integers per row that :func:`likely_tokens` returns."""
-    return 2 * (1 + min(MOST_LOGPROBS, vocab_size)) + 1
-
-
-def likely_of(words: Tensor, wanted: list[int | None]) -> list[Likely | None]:
-    """Decode the result ``[n, W]`` of :func:`likely_tokens`, on the CPU, to the logprobs of each row.
+def likely_of(words: np.ndarray, wanted: list[int | None]) -> list[Likely | None]:
+    """Decode the result ``[n, W]`` of :func:`likely_tokens` to the logprobs of each row.
 
     wanted: for each row, how many most likely tokens to keep; None for none at all, not even the given token.
     """
-    half = (words.shape[1] - 1) // 2
-    tokens, ranks = words[:, :half].tolist(), words[:, -1].tolist()
-    logprobs = words[:, half:-1].contiguous().view(torch.float32).tolist()
+    half, most = (words.shape[1] - 1) // 2, 1 + max((n for n in wanted if n is not None), default=0)
+    tokens, ranks = words[:, :most].tolist(), words[:, -1].tolist()
+    logprobs = words[:, half : half + most].copy().view(np.float32).tolist()
     found: list[Likely | None] = []
     for n, ids, values, rank in zip(wanted, tokens, logprobs, ranks, strict=True):
         found.append(None if n is None else _likely(ids, values, rank, n))
@@ -87,6 +42,13 @@ class PromptTokens(NamedTuple):
     rows: np.ndarray
     tokens: np.ndarray
 
+    @property
+    def wishes(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """The last arguments of :func:`likely_prompt_tokens`."""
+        most = self.sequence.params.prompt_logprobs
+        assert most is not None
+        return self.rows, self.tokens, most
+
     @classmethod
     def asked(cls, sequences: list[Sequence], starts: list[int], counts: list[int]) -> list[PromptTokens]:
         """Return those of a prefill of packed chunks.
@@ -102,7 +64,7 @@ class PromptTokens(NamedTuple):
             offset += count
         return found
 
-    def give(self, words: Tensor) -> None:
+    def give(self, words: np.ndarray) -> None:
         """Give the sequence the logprobs in a result of :func:`likely_prompt_tokens`."""
         own, n = self.sequence, len(self.tokens)
         assert own.prompt_logprobs is not None
@@ -110,16 +72,29 @@ class PromptTokens(NamedTuple):
 
 
 def likely_prompt_tokens(
-    logits: Callable[[Tensor], Tensor], hidden: Tensor, rows: np.ndarray, tokens: np.ndarray
-) -> Tensor:
-    """Return :func:`likely_tokens` of tokens that hidden states predict, ``[n, W]`` on the CPU.
+    logits: Callable[[Tensor], Tensor],
+    store: Callable[..., None],
+    hidden: Tensor,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    wanted: int,
+) -> np.ndarray:
+    """Return :func:`likely.likely_tokens` of tokens that hidden states predict, ``[n, W]``.
 
     logits: maps hidden states ``[m, C]`` to logits ``[m, V]``; m is at most ``ROWS_AT_ONCE``.
+    store: ``kernels.store_likely``.
     hidden: ``[N, C]``. rows: for each token, its row of ``hidden``, ``[n]``. tokens: ``[n]``.
+    wanted: how many most likely tokens are found beside each token.
     """
+    found = []
     where, given = (torch.from_numpy(array).to(hidden.device) for array in (rows, tokens))
-    parts = zip(where.split(ROWS_AT_ONCE), given.split(ROWS_AT_ONCE), strict=True)
-    return torch.cat([likely_tokens(logits(hidden[part]), own) for part, own in parts]).cpu()
+    for part, own in zip(where.split(ROWS_AT_ONCE), given.split(ROWS_AT_ONCE), strict=True):
+        wide, slots = logits(hidden[part]).float(), torch.arange(len(own), device=hidden.device)
+        ring = torch.zeros(1, len(own), likely_words(wide.shape[1]), dtype=torch.int32, device=hidden.device)
+        places = {"slots": slots, "rounds": torch.zeros_like(slots), "wanted": torch.full_like(slots, wanted)}
+        store(logits=wide, tokens=own, **places, ring=ring)
+        found.append(ring[0])
+    return torch.cat(found).cpu().numpy()
 
 
 def add_likely(sequences: list[Sequence], likely: list[Likely | None]) -> None:

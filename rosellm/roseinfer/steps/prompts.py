@@ -60,7 +60,7 @@ class PackedPrompts:
     def _give_logprobs(self, chunks: Chunks) -> None:
         """Give sequences the logprobs of their prompts' tokens, if requested; the host waits for them."""
         for asked in PromptTokens.asked(chunks.sequences, chunks.starts, chunks.counts):
-            asked.give(self._call("prompt_logprobs", asked.rows, asked.tokens))
+            asked.give(self._call("prompt_logprobs", *asked.wishes))
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
         """Reserve slots for the chunks and the rest of completed prompts' last blocks; return the chunks."""

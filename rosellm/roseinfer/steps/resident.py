@@ -231,7 +231,8 @@ class ResidentStep:
         """
         if plan.asking.size:
             indices = plan.batch.indices[plan.asking]
-            inputs = np.stack((places[plan.asking], indices, self.planner.round[indices]))
+            wanted = [plan.batch.sequences[i].params.logprobs for i in plan.asking]
+            inputs = np.stack((places[plan.asking], indices, self.planner.round[indices], wanted))
             self._call("find_logprobs", inputs)
 
     def _reconcile(self, sequences: list[Sequence]) -> None:

@@ -183,20 +183,22 @@ class Worker:
         self._note(*self.prompts.replay(words, tokens, tiling, places, mode), keep)
 
     @torch.inference_mode()
-    def prompt_logprobs(self, rows: np.ndarray, tokens: np.ndarray) -> Tensor:
-        """Return ``likely_tokens`` of prompt tokens ``[n, W]`` on the CPU, after waiting for the prefill.
+    def prompt_logprobs(self, rows: np.ndarray, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Return ``likely_tokens`` of prompt tokens ``[n, W]``, after waiting for the prefill.
 
         rows: for each token, its row of the latest prefill's hidden states ``[n]``. tokens: ``[n]``.
+        wanted: how many most likely tokens are found beside each token.
         """
         assert self._prompt_hidden is not None
-        return likely_prompt_tokens(self.next_tokens.chooser.logits, self._prompt_hidden, rows, tokens)
+        given = self._prompt_hidden, rows, tokens, wanted
+        return likely_prompt_tokens(self.next_tokens.chooser.logits, self.logprobs.store, *given)
 
     @torch.inference_mode()
     def find_logprobs(self, inputs: np.ndarray) -> None:
         """Start computing logprobs of the latest step's tokens.
 
-        inputs: int64 ``[3, n]``: per token, its row of ``hidden``, its row of the state, and that row's round
-            when the step began.
+        inputs: int64 ``[4, n]``: per token, its row of ``hidden``, its row of the state, that row's round
+            when the step began, and how many most likely tokens it wants.
         """
         assert self.hidden is not None
         self.logprobs.begin(self.hidden, *inputs)
