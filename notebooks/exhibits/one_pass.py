@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +149,8 @@ class JoinedPass:
     def _token_keys(self) -> list[tuple[int, int, str]]:
         """Rows, places and mode of the captured choices."""
         places = _up_to(min(self._spare, JOINED_PLACES[-1]), JOINED_PLACES)
-        return list(product(self._captured_rows(), places, self.packed.next_tokens.chooser.modes))
+        modes = self.packed.next_tokens.chooser.modes
+        return [(r, n, mode) for r in self._captured_rows() for n in places for mode in modes(r + n)]
 
     def _captured_rows(self) -> list[int]:
         """The most first."""

@@ -332,9 +332,9 @@ class Dense:
         """Return an empty list, since there is no way to run this prefill before there are prompts."""
         return []
 
-    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+    def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Capture the graphs of decode steps of ``rows`` sequences, or all graphs if ``rows`` is None."""
-        warm_up(self, rows, n_tokens, self.model.device)
+        warm_up(self, rows, n_tokens, is_compiled, self.model.device)
 
     def last_logits(self) -> Tensor:
         """Return the logits ``[B, V]`` of the latest step; raise ``RoseError`` if there was none."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
@@ -20,6 +20,7 @@ from rosellm.errors import CheckpointError, PromptError, RoseError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 
+T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"  # in place of bytes that are no character
 CONTEXT = 8  # tokens of the prompt that decide how the text after it begins
@@ -69,14 +70,14 @@ class DecoderStream:
         return self._raw.decode(self._ids, skip_special_tokens=self._skip_special)
 
 
-class Cache(dict):
+class Cache(dict[int, T]):
     """A dictionary from token id to the result of ``find``, computed on first access."""
 
-    def __init__(self, find: Callable[[int], str | bytes]) -> None:
+    def __init__(self, find: Callable[[int], T]) -> None:
         super().__init__()
         self._find = find
 
-    def __missing__(self, token_id: int) -> str | bytes:
+    def __missing__(self, token_id: int) -> T:
         self[token_id] = found = self._find(token_id)
         return found
 
@@ -131,7 +132,7 @@ class Tokenizer:
         self._raw = raw
         self.eos_token_id, self.bos_token_id, self.folder = eos_token_id, bos_token_id, folder
         self._bytes, self._pieces = Cache(self.token_bytes), Cache(self._piece)
-        self._all_pieces = Cache(self._piece_of_any)
+        self._all_pieces, self._texts = Cache(self._piece_of_any), Cache(self._text)
         self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
         self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
 
@@ -185,6 +186,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special or not."""
+        return self._texts[token_id]
+
+    def _text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special=False)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -105,6 +105,7 @@ class Engine(Owned):
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
         self._may_shorten = max_model_len is None
+        self._warms, self._is_compiled = warm_up, False
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         self.blocks = self._cache_of(n_blocks)
@@ -160,7 +161,7 @@ class Engine(Owned):
 
         Progress bars on stderr show compilations and captures that take longer than a second.
         """
-        self.step.warm_up(rows, self._rehearsed_tokens)
+        self.step.warm_up(rows, self._rehearsed_tokens, self._is_compiled)
         self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -307,8 +308,9 @@ class Engine(Owned):
         """Measure the bytes that steps use besides the cache, by trial runs with a cache of one block."""
         memory = GPUMemory(self.device, self.group.least)
         if self.device.type == "cuda":
-            step = self._step_on(self._cache_of(1))
-            compile_ahead(step.rehearsals(self._rehearsed_tokens) + step.warm_ups(self.max_batch_size))
+            step, rows = self._step_on(self._cache_of(1)), None if self._warms else self.max_batch_size
+            compile_ahead(step.rehearsals(self._rehearsed_tokens) + step.warm_ups(rows))
+            self._is_compiled = self._warms
             del step
         return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
 

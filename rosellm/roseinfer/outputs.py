@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 from reprlib import Repr
 from typing import Any, Literal
@@ -31,7 +30,7 @@ class Done:
     failed: list[Sequence] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple the time to make one
 class Logprob:
     """The log-probability of a token.
 
@@ -187,7 +186,7 @@ def _undecoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Undecoded 
 
 def decoded_logprobs(likely: SequenceOf[Likely | None], tokenizer: AnyTokenizer | None) -> list[Any]:
     """Return a dictionary per token: its :class:`Logprob` entries by token id, with decoded text."""
-    text = cache(lambda token: None if tokenizer is None else tokenizer.token_text(token))
+    text: Callable[[int], str | None] = (lambda _: None) if tokenizer is None else tokenizer.token_text
 
     def entries(one: Likely) -> dict[int, Logprob]:
         return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one}

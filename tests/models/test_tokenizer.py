@@ -82,7 +82,9 @@ def byte_fallback() -> Tokenizer:
     return Tokenizer(raw, None)
 
 
-WORD_OR_CHARACTER = st.one_of(st.just([256]), st.just([258]), st.characters().map(lambda c: list(c.encode())))
+WORD_OR_CHARACTER = st.one_of(
+    st.just([256]), st.just([258]), st.characters(codec="utf-8").map(lambda c: list(c.encode()))
+)
 
 
 @given(parts=st.lists(WORD_OR_CHARACTER, max_size=12))

@@ -206,7 +206,7 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
         tensor.fill_(float("nan"))
     rows, ring = step.worker.state.rows.clone(), step.worker.state.ring.clone()
     step.worker.counts.fill_(-5)
-    step.worker.logprobs._words.fill_(-5)
+    step.worker.logprobs._ring.fill_(-5)
     runs = step.rehearsals(300) + step.largest_captures() + step.captures()
     with torch.inference_mode():
         for run in runs:
@@ -215,7 +215,7 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
     assert torch.equal(step.worker.state.rows, rows)
     own = slice(0, step.worker.n_rows)
     assert torch.equal(step.worker.state.ring[:, own], ring[:, own])
-    assert (step.worker.counts == -5).all() and (step.worker.logprobs._words[:ROUNDS] == -5).all()
+    assert (step.worker.counts == -5).all() and (step.worker.logprobs._ring[:ROUNDS] == -5).all()
 
 
 @pytest.mark.parametrize("rung", ["packed_prefill", BEST_RUNG])
@@ -232,7 +232,7 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
     for _, step in tried:
         assert max(step.worker.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
         assert {bucket for bucket, _, _ in step.worker._steps} == {5}
-        assert {mode for _, mode, _ in step.worker._steps} == set(step.worker.next_tokens.chooser.modes)
+        assert {mode for _, mode, _ in step.worker._steps} == set(step.worker.next_tokens.chooser.modes(5))
         assert max(step.worker.logprobs._runs) == SIZES[-1]
         assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring
         assert list(step.worker.logprobs._runs) == [SIZES[-1]]

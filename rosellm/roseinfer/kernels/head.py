@@ -97,6 +97,9 @@ def _best_tokens_kernel(
     tile_rows = tl.arange(0, BLOCK_M)
     held_rows = first_row + tile_rows < M
     hidden_ptr += first_row.to(tl.int64) * K
+    rows = first_row.to(tl.int64) + tile_rows
+    if SAMPLED:  # before the wait: no kernel of the step writes temperatures
+        temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     acc = tile_product(
@@ -104,9 +107,7 @@ def _best_tokens_kernel(
     )
     logits = acc + tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
-    rows = first_row.to(tl.int64) + tile_rows
     if SAMPLED:
-        temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
         logits = with_noise(
             logits, temperatures, rows, held_rows, columns,

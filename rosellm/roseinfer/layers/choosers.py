@@ -19,6 +19,7 @@ from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.sampling import SamplingParams
 
 MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests of the modes before it
+FEW_ROWS = 16  # up to these, the kernels of a later mode take no longer for requests of an earlier one
 
 
 def mode_of(params: list[SamplingParams]) -> str:
@@ -34,17 +35,22 @@ def mode_of(params: list[SamplingParams]) -> str:
 class Chooser(ABC):
     """A map from final hidden states ``[n, C]`` to the next tokens, with all randomness on the device.
 
-    modes: the values that :meth:`mode` may return; a step is captured separately for each.
     logits: a function from hidden states to the full logits ``[n, V]``.
     """
 
-    modes: tuple[str, ...] = MODES
     logits: Callable[[Tensor], Tensor]
 
     def mode(self, params: list[SamplingParams]) -> str:
-        """Return the first of ``modes`` that can choose tokens for all requests with these parameters."""
-        needed = MODES.index(mode_of(params))
-        return next(mode for mode in self.modes if MODES.index(mode) >= needed)
+        """Return the mode that can choose tokens for all requests with these parameters."""
+        return mode_of(params)
+
+    def modes(self, rows: int) -> tuple[str, ...]:
+        """Return the modes in which steps of ``rows`` rows run; a graph is captured for each."""
+        return MODES
+
+    def serving(self, mode: str, rows: int) -> str:
+        """Return the first of ``modes(rows)`` that serves requests of ``mode``."""
+        return next(one for one in self.modes(rows) if MODES.index(one) >= MODES.index(mode))
 
     @abstractmethod
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
@@ -79,7 +85,6 @@ class LogitsChooser(Chooser):
 class FusedChooser(Chooser):
     """A chooser whose head stores only the best token of each tile, and the logits of filtered rows.
 
-    Its kernels find out themselves whether any row is drawn, or penalised, so that two modes suffice.
 
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
     request them, are fp32 sums, like the logits by which tokens are chosen. Their GEMM includes the head's
@@ -87,22 +92,26 @@ class FusedChooser(Chooser):
     stores.
     """
 
-    modes = "drawn", "penalised"
-
     def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
         self.kernels, self.counts = kernels, counts
         self.weight, self.padded = model.lm_head.weight, model.padded_head
+
+    def modes(self, rows: int) -> tuple[str, ...]:
+        """Return two modes for few rows, since the kernels find out whether any row is drawn or penalised."""
+        return ("drawn", "penalised") if rows <= FEW_ROWS else MODES
 
     def logits(self, hidden: Tensor) -> Tensor:
         return fp32_product(hidden, self.padded)[:, : len(self.weight)]
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         kernels, head = self.kernels, {"hidden": hidden, "weight": self.weight}
-        if mode == "drawn":
+        if mode in ("greedy", "drawn"):
             drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
-            return kernels.best_tokens(**head, **drawing)
-        kernels.count_tokens(state=state, table=self.counts)
-        tiles = kernels.filtered_tiles(**head, state=state, counts=self.counts)
+            return kernels.best_tokens(**head, **drawing, sampled=mode == "drawn")
+        counts = self.counts if mode == "penalised" else None
+        if counts is not None:
+            kernels.count_tokens(state=state, table=counts)
+        tiles = kernels.filtered_tiles(**head, state=state, counts=counts)
         kernels.choose_filtered(tiles=tiles, state=state)
         return tiles.values, tiles.indices
 
@@ -128,7 +137,7 @@ class NextTokens:
         state: the device state to advance.
         slots: ``[n]`` int64, the rows of ``state`` that receive the tokens.
         """
-        values, indices = self.chooser(hidden, settings, mode)
+        values, indices = self.chooser(hidden, settings, self.chooser.serving(mode, len(hidden)))
         self.advance(state=state, slots=slots, values=values, indices=indices)
 
 

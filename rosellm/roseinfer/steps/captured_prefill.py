@@ -212,7 +212,7 @@ class CapturedPrefill:
         """Return number of places and mode of each graph that chooses first tokens, most places first."""
         most = places_for(min(self.spare, PLACES[-1]))
         modes = self.packed.next_tokens.chooser.modes
-        return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
+        return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes(n)]
 
     def _layer_run(self, tokens: int, tiling: Tiling) -> Callable[[], object]:
         size = tokens, tiling
@@ -222,10 +222,10 @@ class CapturedPrefill:
         return self._layer_runs[size]
 
     def _token_run(self, places: int, mode: str) -> Callable[[], Tensor]:
-        if (places, mode) not in self._token_runs:
-            run = partial(self._choose, places, mode)
-            self._token_runs[places, mode] = self._captured(run, 1, places)
-        return self._token_runs[places, mode]
+        kind = places, self.packed.next_tokens.chooser.serving(mode, places)
+        if kind not in self._token_runs:
+            self._token_runs[kind] = self._captured(partial(self._choose, *kind), 1, places)
+        return self._token_runs[kind]
 
     def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
         """Capture ``run`` after a warm-up with inert inputs, which write nothing but the spare state row."""

@@ -15,7 +15,12 @@ from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.likely import likely_words
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 
-SIZES = 1, 16, 64  # rows computed at once; batches of more rows are divided, to bound the memory of logits
+SIZES = (
+    1,
+    16,
+    64,
+    128,
+)  # rows computed at once; batches of more rows are divided, to bound the memory of logits
 
 
 class LogprobRing:

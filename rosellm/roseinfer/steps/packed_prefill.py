@@ -141,5 +141,5 @@ class PackedPrefill:
         shape = Shape(n_tokens, 1, min(n_tokens, self.spare), self.row_words)
         inputs = PromptInputs.of(self.send(self.inert(shape)), shape)
         hidden = self.layers(inputs)
-        for mode in self.next_tokens.chooser.modes:
+        for mode in self.next_tokens.chooser.modes(shape.places):
             self.first_tokens(inputs, hidden, mode)

@@ -157,9 +157,9 @@ class ResidentStep:
         place = dict(zip(batch.sequences, batch.indices.tolist(), strict=True))
         return self._call("logits", np.array([place[s] for s in sequences if s in place]))
 
-    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+    def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Compile the kernels and capture the graphs on every rank, as :func:`step.warm_up` does."""
-        self._call("warm_up", rows, n_tokens)
+        self._call("warm_up", rows, n_tokens, is_compiled)
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
         """Return functions that each capture a missing graph on this rank.

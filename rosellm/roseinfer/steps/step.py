@@ -93,7 +93,7 @@ class Step(Warmable, Protocol):
     def release(self, sequence: Sequence) -> None:
         """Stop generating for a sequence that has ended or is abandoned; the caller then frees its blocks."""
 
-    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+    def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Compile the kernels and capture the graphs, as :func:`warm_up` does."""
 
     def last_logits(self) -> Tensor:
@@ -101,18 +101,20 @@ class Step(Warmable, Protocol):
 
 
 @torch.inference_mode()
-def warm_up(step: Warmable, rows: int | None, n_tokens: int, device: torch.device) -> None:
+def warm_up(step: Warmable, rows: int | None, n_tokens: int, is_compiled: bool, device: torch.device) -> None:
     """Compile the kernels and capture the graphs of every decode step and prefill, in every mode.
 
     rows: if given, only the decode steps of that many sequences.
     n_tokens: size of the prefill that runs uncaptured, to compile the kernels of large prefills.
+    is_compiled: whether the kernels have been compiled already.
 
     Progress bars on stderr show work that takes longer than a second.
     """
     runs = step.captures(rows)
     if device.type == "cuda":
         rehearsals = step.rehearsals(n_tokens) if rows is None else []
-        compile_ahead(rehearsals + step.warm_ups(rows))
+        if not is_compiled:
+            compile_ahead(rehearsals + step.warm_ups(rows))
         runs = rehearsals + runs
     for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
         run()

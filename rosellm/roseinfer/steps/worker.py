@@ -210,9 +210,9 @@ class Worker:
         return self.next_tokens.chooser.logits(self.hidden[torch.from_numpy(rows).to(self.device)])
 
     @torch.inference_mode()
-    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+    def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Compile the kernels and capture the graphs on this rank, as :func:`step.warm_up` does."""
-        warm_up(self, rows, n_tokens, self.device)
+        warm_up(self, rows, n_tokens, is_compiled, self.device)
 
     # Called by this rank only.
 
@@ -237,9 +237,9 @@ class Worker:
         mode: the chooser's mode.
         variant: the attention variant.
         """
-        key = rows, mode, variant
+        key = rows, self.next_tokens.chooser.serving(mode, rows), variant
         if key not in self._steps:
-            run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), mode, variant)
+            run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), *key[1:])
             if self.graphs is not None:
                 run = self.graphs.capture(run, partial(self._warm_up_step, *key))
             self._steps[key] = run
@@ -295,7 +295,8 @@ class Worker:
 
     def _keys(self, bucket: int) -> list[StepKey]:
         """Return the keys of all decode steps of one batch size, one for each mode and attention variant."""
-        return [(bucket, mode, v) for v in self.variants(bucket) for mode in self.next_tokens.chooser.modes]
+        modes = self.next_tokens.chooser.modes(bucket)
+        return [(bucket, mode, v) for v in self.variants(bucket) for mode in modes]
 
     def variants(self, rows: int) -> list[str]:
         """Return all attention variants that a batch of ``rows`` sequences can need, at any lengths."""
@@ -306,7 +307,7 @@ class Worker:
         """Run every kernel of the decode steps of one batch size, on inert rows, which write nothing."""
         idle = self._idle.first(bucket)
         hidden = [self._hidden(idle, variant) for variant in self.variants(bucket)]
-        for mode in self.next_tokens.chooser.modes:
+        for mode in self.next_tokens.chooser.modes(bucket):
             self._choose(hidden[0], idle, mode)
 
     def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
