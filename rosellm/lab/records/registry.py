@@ -22,7 +22,9 @@ def _exhibits(*names: str) -> list[ModuleType]:
 
 
 UNASKED = [recordings, *_exhibits("bookkeeping", "launch_costs", "grid", "lengths", "robustness")]
-ASKED = _exhibits("sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs")
+ASKED = _exhibits(
+    "sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs", "shared_prompts"
+)
 ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
