@@ -32,7 +32,7 @@ from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, batch_bucket
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptLayout
 from rosellm.roseinfer.steps.prompts import PackedPrompts
-from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan
+from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan, asking_of
 from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -346,8 +346,8 @@ class JoinedStep(ResidentStep):
 
     def _note_joined(self, sizes: Sizes, decoding: Batch, prefilled: Batch, mode: str) -> None:
         both = _together(decoding, prefilled, prefilled.indices)
-        asking = np.flatnonzero([s.logprobs is not None for s in both.sequences])
-        self._find_logprobs(SamplingPlan(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices)
+        asking = asking_of(both, _of_hidden(sizes, decoding, prefilled).indices)
+        self._find_logprobs(asking)
         self._note("decode", SamplingPlan(decoding, mode, asking))
         self._note("prefill", SamplingPlan(prefilled, mode, asking))
         self.planner.advance(both, np.union1d(np.arange(sizes.rows), prefilled.indices))

@@ -45,18 +45,22 @@ def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def store_likely_ref(
-    *, logits: Tensor, tokens: Tensor, slots: Tensor, rounds: Tensor, wanted: Tensor, ring: Tensor
+    *, logits: Tensor, tokens: Tensor, rounds: Tensor, slots: Tensor, wanted: Tensor, ring: Tensor
 ) -> None:
     """Store the result of :func:`likely_tokens` for each row in a ring (torch reference).
 
     logits: ``[n, V]`` fp32.
-    tokens: ``[S]`` int32, the token of each slot.
-    slots, rounds: ``[n]`` int64, the place of each row's result.
+    tokens, rounds: ``[S]`` int32, each slot's latest token, and its number of tokens so far, which may be
+        modulo R.
+    slots: ``[n]`` int64, the slot of each row; the result of a row with a negative slot is not stored.
     wanted: ``[n]`` int64, how many most likely tokens are stored; more may be, and their order is undefined
         among equal logits.
-    ring: ``[R, S, W]`` int32.
+    ring: ``[R, S, W]`` int32; the entry of a slot's r-th token, from 0, is ``ring[r % R, slot]``.
     """
-    ring[rounds, slots] = likely_tokens(logits, tokens[slots])
+    rows = slots >= 0
+    own = slots[rows]
+    rounds = (rounds[own].long() + len(ring) - 1) % len(ring)
+    ring[rounds, own] = likely_tokens(logits[rows], tokens[own]).to(ring.device)
 
 
 @triton.jit
@@ -67,7 +71,7 @@ def keyed(logits, columns):
 
 @triton.jit
 def _tile_maxima_kernel(
-    logits_ptr, tokens_ptr, slots_ptr, keys_ptr, masses_ptr, numbers_ptr, row_stride, token_stride,
+    logits_ptr, tokens_ptr, slots_ptr, keys_ptr, masses_ptr, numbers_ptr, row_stride, slot_stride,
     N, TILES, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the key of one tile's largest logit, its mass, and how many of its logits exceed the token's.
@@ -76,7 +80,8 @@ def _tile_maxima_kernel(
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row * row_stride
-    token = tl.maximum(tl.load(tokens_ptr + tl.load(slots_ptr + row) * token_stride), 0)
+    slot = tl.maximum(tl.load(slots_ptr + row), 0)
+    token = tl.maximum(tl.load(tokens_ptr + slot * slot_stride), 0)
     own = tl.load(logits_ptr + token)
     columns = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(logits_ptr + columns, mask=columns < N, other=float("-inf"))
@@ -91,14 +96,17 @@ def _tile_maxima_kernel(
 @triton.jit
 def _store_likely_kernel(
     logits_ptr, tokens_ptr, slots_ptr, rounds_ptr, wanted_ptr, keys_ptr, masses_ptr, numbers_ptr, ring_ptr,
-    row_stride, token_stride, N, TILES, ring_stride,
-    WORDS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    row_stride, slot_stride, N, TILES, ring_stride,
+    ROUNDS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store one row's words in the ring."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     slot, wanted = tl.load(slots_ptr + row), tl.load(wanted_ptr + row)
-    ids_ptr = ring_ptr + tl.load(rounds_ptr + row) * ring_stride + slot * WORDS
+    if slot < 0:
+        return
+    round = (tl.load(rounds_ptr + slot * slot_stride) + ROUNDS - 1) % ROUNDS
+    ids_ptr = ring_ptr + round * ring_stride + slot * WORDS
     logprobs_ptr = (ids_ptr + WORDS // 2).to(tl.pointer_type(tl.float32))
     tiles = tl.arange(0, WIDTH)
     at, inside = row * TILES + tiles, tiles < TILES
@@ -108,7 +116,7 @@ def _store_likely_kernel(
     largest = float_of((tl.max(keys, axis=0) >> 32).to(tl.int32))
     below = tl.where(inside, float_of((keys >> 32).to(tl.int32)) - largest, 0.0)
     total = largest + tl.log(tl.sum(masses * tl.exp(below), axis=0))
-    token = tl.maximum(tl.load(tokens_ptr + slot * token_stride), 0)
+    token = tl.maximum(tl.load(tokens_ptr + slot * slot_stride), 0)
     tl.store(ids_ptr, token)
     tl.store(logprobs_ptr, tl.load(logits_ptr + token) - total)
     tl.store(ids_ptr + WORDS - 1, rank)
@@ -125,12 +133,12 @@ def _store_likely_kernel(
 
 
 def store_likely(
-    *, logits: Tensor, tokens: Tensor, slots: Tensor, rounds: Tensor, wanted: Tensor, ring: Tensor
+    *, logits: Tensor, tokens: Tensor, rounds: Tensor, slots: Tensor, wanted: Tensor, ring: Tensor
 ) -> None:
     """Store each row's words as :func:`store_likely_ref` does, in Triton.
 
     Only ``wanted`` most likely tokens are stored; of equal logits, the lower token comes first. logits may
-    have any row stride, and tokens any stride; ring may be pinned memory of the host.
+    have any row stride, and tokens and rounds any one stride; ring may be pinned memory of the host.
     """
     n, size = logits.shape
     tiles = triton.cdiv(size, TILE)
@@ -141,5 +149,5 @@ def store_likely(
     _tile_maxima_kernel[(n, tiles)](logits, tokens, slots, *found, *sizes, TILE=TILE)
     _store_likely_kernel[(n,)](
         logits, tokens, slots, rounds, wanted, *found, ring, *sizes, ring.stride(0),
-        WORDS=ring.shape[2], WIDTH=triton.next_power_of_2(tiles), TILE=TILE,
+        ROUNDS=len(ring), WORDS=ring.shape[2], WIDTH=triton.next_power_of_2(tiles), TILE=TILE,
     )  # fmt: skip

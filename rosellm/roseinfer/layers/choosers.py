@@ -19,7 +19,7 @@ from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.sampling import SamplingParams
 
 MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests of the modes before it
-FEW_ROWS = 16  # up to these, the kernels of a later mode take no longer for requests of an earlier one
+FEW_ROWS, SOME_ROWS = 16, 64
 
 
 def mode_of(params: list[SamplingParams]) -> str:
@@ -97,8 +97,13 @@ class FusedChooser(Chooser):
         self.weight, self.padded = model.lm_head.weight, model.padded_head
 
     def modes(self, rows: int) -> tuple[str, ...]:
-        """Return two modes for few rows, since the kernels find out whether any row is drawn or penalised."""
-        return ("drawn", "penalised") if rows <= FEW_ROWS else MODES
+        """Return only the modes whose kernels would take longer for requests of an earlier mode.
+
+        The kernels find out whether any row is drawn, or penalised; what that costs grows with the rows.
+        """
+        if rows <= FEW_ROWS:
+            return "drawn", "penalised"
+        return ("drawn", "filtered", "penalised") if rows <= SOME_ROWS else MODES
 
     def logits(self, hidden: Tensor) -> Tensor:
         return fp32_product(hidden, self.padded)[:, : len(self.weight)]

@@ -91,7 +91,7 @@ def likely_prompt_tokens(
     for part, own in zip(where.split(ROWS_AT_ONCE), given.split(ROWS_AT_ONCE), strict=True):
         wide, slots = logits(hidden[part]).float(), torch.arange(len(own), device=hidden.device)
         ring = torch.zeros(1, len(own), likely_words(wide.shape[1]), dtype=torch.int32, device=hidden.device)
-        places = {"slots": slots, "rounds": torch.zeros_like(slots), "wanted": torch.full_like(slots, wanted)}
+        places = {"slots": slots, "rounds": torch.ones_like(own), "wanted": torch.full_like(slots, wanted)}
         store(logits=wide, tokens=own, **places, ring=ring)
         found.append(ring[0])
     return torch.cat(found).cpu().numpy()

@@ -15,23 +15,19 @@ from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.likely import likely_words
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 
-SIZES = (
-    1,
-    16,
-    64,
-    128,
-)  # rows computed at once; batches of more rows are divided, to bound the memory of logits
+# Rows computed at once; batches of more rows are divided, to bound the memory of logits.
+SIZES = 1, 16, 64, 128
+NOBODY = np.zeros((3, 0), np.int64)
 
 
 class LogprobRing:
-    """A ring with the logprobs of the latest steps, in pinned memory: ``[ROUNDS + 1, S, W]`` int32.
+    """A ring with the logprobs of the latest steps, in pinned memory: ``[ROUNDS, S, W]`` int32.
 
     The entry of a row's r-th step is at ``[r % ROUNDS, row]``, like its token in the ring of the state, and
-    holds the result of ``likely_tokens``: W 32-bit integers. Padding writes to the last, unused round.
-    Logprobs are computed by kernels of their own after the step, so a step in which no request wants them
-    runs no extra kernel.
+    holds the result of ``likely_tokens``: W 32-bit integers. Logprobs are computed by kernels of their own
+    after the step, so a step in which no request wants them runs no extra kernel.
 
-    state: the device state, whose tokens are read.
+    state: the device state, whose tokens and rounds are read.
     logits: maps final hidden states ``[n, C]`` of ``dtype`` to logits ``[n, V]``.
     store: ``kernels.store_likely``.
     graphs: captures the computation as CUDA graphs; if None, every kernel is launched from Python.
@@ -46,32 +42,31 @@ class LogprobRing:
         dtype: torch.dtype,
         graphs: Graphs | None,
     ) -> None:
-        self._tokens, self._logits, self.store, self._graphs = state.tokens, logits, store, graphs
+        self._state, self._logits, self.store, self._graphs = state, logits, store, graphs
         device, words = state.rows.device, likely_words(config.vocab_size)
-        sizes, is_pinned = (ROUNDS + 1, len(state.rows), words), device.type == "cuda"
+        sizes, is_pinned = (ROUNDS, len(state.rows), words), device.type == "cuda"
         self._ring = torch.zeros(sizes, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         self._hidden = torch.zeros(SIZES[-1], config.d_model, dtype=dtype, device=device)
-        self._inputs = torch.zeros(4 * SIZES[-1], dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(3 * SIZES[-1], dtype=torch.int64, device=device)
         self._staging = StagingBuffer(device, torch.int64)
+        self._sent: np.ndarray | None = None  # what ``_inputs`` holds
         self._runs: dict[int, Callable[[], object]] = {}
 
-    def begin(
-        self, hidden: Tensor, places: np.ndarray, slots: np.ndarray, rounds: np.ndarray, wanted: np.ndarray
-    ) -> None:
+    def begin(self, hidden: Tensor, asking: np.ndarray) -> None:
         """Start computing the logprobs of a step's new tokens, without waiting for the device.
 
-        hidden: final hidden states ``[m, C]`` of the step.
-        places: for each token, the row of ``hidden`` from which it was chosen ``[n]``.
-        slots: for each token, its row of the device state ``[n]``.
-        rounds: for each token, the round of that row when the step began ``[n]``.
-        wanted: for each token, how many most likely tokens are found beside it ``[n]``.
+        hidden: final hidden states ``[m, C]`` of the step, the latest one.
+        asking: int64 ``[3, n]``: per token, the row of ``hidden`` from which it was chosen, its row of the
+            device state, and how many most likely tokens are found beside it. The same array, unchanged, is
+            not sent again.
         """
-        for first in range(0, len(places), SIZES[-1]):
-            part = slice(first, first + SIZES[-1])
-            size = next(size for size in SIZES if len(places[part]) <= size)
+        for first in range(0, asking.shape[1], SIZES[-1]):
+            part = asking if asking.shape[1] <= SIZES[-1] else asking[:, first : first + SIZES[-1]]
+            size = next(size for size in SIZES if part.shape[1] <= size)
             run = self._run(size)
-            inputs = self._send(size, places[part], slots[part], rounds[part], wanted[part])
-            torch.index_select(hidden, 0, inputs[0], out=self._hidden[:size])
+            if part is not self._sent:
+                self._send(size, part)
+            torch.index_select(hidden, 0, self._inputs[:size], out=self._hidden[:size])
             run()
 
     def read(self, rounds: np.ndarray, indices: np.ndarray) -> np.ndarray:
@@ -99,20 +94,19 @@ class LogprobRing:
             self._runs[size] = run
         return self._runs[size]
 
-    def _send(self, size: int, *columns: np.ndarray) -> Tensor:
-        """Send the four columns, padded with inert entries; return them as int64 ``[4, size]``."""
-        host = self._staging.host(4, size)
-        host[:, : len(columns[0])] = columns
-        host[:, len(columns[0]) :] = [[0], [0], [ROUNDS], [0]]
-        return self._staging.send(self._inputs)
+    def _send(self, size: int, asking: np.ndarray) -> None:
+        """Send ``asking``, padded to ``size`` columns that write nothing."""
+        host, n = self._staging.host(3, size), asking.shape[1]
+        host[:, :n] = asking
+        host[:, n:] = [[0], [-1], [0]]
+        self._staging.send(self._inputs)
+        self._sent = asking
 
     def _find_inert(self, size: int) -> None:
-        no_rows = np.zeros(0, np.int64)
-        self._send(size, no_rows, no_rows, no_rows, no_rows)
+        self._send(size, NOBODY)
         self._find(size)
 
     def _find(self, size: int) -> None:
-        _, slots, rounds, wanted = self._inputs[: 4 * size].view(4, size)
-        places = {"slots": slots, "rounds": rounds, "wanted": wanted}
-        logits = self._logits(self._hidden[:size])
-        self.store(logits=logits, tokens=self._tokens, **places, ring=self._ring)
+        _, slots, wanted = self._inputs[: 3 * size].view(3, size)
+        logits, tokens, rounds = self._logits(self._hidden[:size]), self._state.tokens, self._state.rounds
+        self.store(logits=logits, tokens=tokens, rounds=rounds, slots=slots, wanted=wanted, ring=self._ring)

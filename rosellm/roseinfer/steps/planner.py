@@ -47,10 +47,10 @@ NO_ROWS = Batch([], [], np.zeros(0, np.int64))
 def batch_bucket(batch: int) -> int:
     """Return the captured batch size to which a batch of ``batch`` state rows is padded.
 
-    The captured sizes are powers of two up to 8, then multiples of 16 up to 64, of 32 up to 256, and of 128
-    beyond: kernels compute tiles of 16 rows or more.
+    The captured sizes are powers of two up to 64, then multiples of 64 up to 256, and of 128 beyond: kernels
+    compute tiles of 16 to 64 rows, so that padding takes little time.
     """
-    for limit, step in ((8, None), (64, 16), (256, 32)):
+    for limit, step in ((64, None), (256, 64)):
         if batch <= limit:
             return 1 << (batch - 1).bit_length() if step is None else -(-batch // step) * step
     return -(-batch // 128) * 128

@@ -41,12 +41,22 @@ class SamplingPlan(NamedTuple):
 
     batch: the rows to sample.
     mode: the chooser's mode.
-    asking: positions within ``batch`` (not state rows) of the sequences that request logprobs.
+    asking: the result of :func:`asking_of`.
     """
 
     batch: Batch
     mode: str
     asking: np.ndarray
+
+
+def asking_of(batch: Batch, places: np.ndarray) -> np.ndarray:
+    """Return the arguments of ``LogprobRing.begin`` for the sequences of a batch that request logprobs.
+
+    places: for each sequence of the batch, its row of the hidden states ``[n]``.
+    """
+    rows = zip(places.tolist(), batch.indices.tolist(), batch.sequences, strict=True)
+    asking = [(place, slot, s.params.logprobs) for place, slot, s in rows if s.logprobs is not None]
+    return np.array(asking, np.int64).reshape(-1, 3).T.copy()
 
 
 @dataclass(slots=True)
@@ -92,7 +102,7 @@ class ResidentStep:
         self._ended: deque[Done] = deque()
         self._clock = worker.clock()
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
-        self._plan = self._plan_of(NO_ROWS)
+        self._plan = self._plan_of(NO_ROWS, NO_ROWS.indices)
         self._latest: tuple[list[Sequence], Batch] | None = None  # sequences; their rows of ``hidden``
 
     @classmethod
@@ -120,8 +130,8 @@ class ResidentStep:
         if whole:
             self._listed = None
             self._latest = whole, batch._replace(indices=np.arange(len(whole)))
-        plan = self._plan_of(batch)
-        self._find_logprobs(plan, np.arange(len(batch.rows)))
+        plan = self._plan_of(batch, np.arange(len(batch.rows)))
+        self._find_logprobs(plan.asking)
         self._note("prefill", plan)
         self.planner.advance(batch, batch.indices)
 
@@ -207,9 +217,9 @@ class ResidentStep:
             self._start()
             with profile_range(f"{STEP_RANGE}.model"):
                 if batch is not self._plan.batch:
-                    self._plan = self._plan_of(batch)
+                    self._plan = self._plan_of(batch, batch.indices)
                 self._call("decode", rows, self._plan.mode, self._variant(rows, batch))
-                self._find_logprobs(self._plan, batch.indices)
+                self._find_logprobs(self._plan.asking)
             self._note("decode", self._plan)
             planner.advance(batch, slice(rows))
             self._latest = sequences, batch
@@ -219,21 +229,14 @@ class ResidentStep:
         cached = self.planner.position[batch.indices]
         return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
 
-    def _plan_of(self, batch: Batch) -> SamplingPlan:
+    def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
         mode = self.worker.next_tokens.chooser.mode([s.params for s in batch.sequences])
-        asking = np.flatnonzero([s.logprobs is not None for s in batch.sequences])
-        return SamplingPlan(batch, mode, asking)
+        return SamplingPlan(batch, mode, asking_of(batch, places))
 
-    def _find_logprobs(self, plan: SamplingPlan, places: np.ndarray) -> None:
-        """Start computing the log-probabilities that sequences of the batch request.
-
-        places: for each sequence of the batch, its row of the hidden states ``[n]``.
-        """
-        if plan.asking.size:
-            indices = plan.batch.indices[plan.asking]
-            wanted = [plan.batch.sequences[i].params.logprobs for i in plan.asking]
-            inputs = np.stack((places[plan.asking], indices, self.planner.round[indices], wanted))
-            self._call("find_logprobs", inputs)
+    def _find_logprobs(self, asking: np.ndarray) -> None:
+        """Start computing the log-probabilities of the latest step's tokens for the sequences that ask."""
+        if asking.size:
+            self._call("find_logprobs", asking)
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
         """Release the rows of sequences not in ``sequences``, and give rows to sequences that have none."""

@@ -194,14 +194,10 @@ class Worker:
         return likely_prompt_tokens(self.next_tokens.chooser.logits, self.logprobs.store, *given)
 
     @torch.inference_mode()
-    def find_logprobs(self, inputs: np.ndarray) -> None:
-        """Start computing logprobs of the latest step's tokens.
-
-        inputs: int64 ``[4, n]``: per token, its row of ``hidden``, its row of the state, that row's round
-            when the step began, and how many most likely tokens it wants.
-        """
+    def find_logprobs(self, asking: np.ndarray) -> None:
+        """Start computing logprobs of the latest step's tokens, as ``LogprobRing.begin`` does."""
         assert self.hidden is not None
-        self.logprobs.begin(self.hidden, *inputs)
+        self.logprobs.begin(self.hidden, asking)
 
     @torch.inference_mode()
     def logits(self, rows: np.ndarray) -> Tensor:

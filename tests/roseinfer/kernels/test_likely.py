@@ -7,7 +7,7 @@ import torch
 
 from rosellm.roseinfer.kernels.likely import TILE, likely_words, store_likely, store_likely_ref
 from rosellm.roseinfer.sampling import MOST_LOGPROBS
-from tests.roseinfer.kernels.kernel_checks import every_device, guarded
+from tests.roseinfer.kernels.kernel_checks import every_device, every_twin, guarded
 
 pytestmark = guarded
 
@@ -15,14 +15,14 @@ pytestmark = guarded
 def stored(store, logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Return what ``store`` writes to a ring of poison, at a different slot and round for each row."""
     n = len(logits)
-    slots = torch.arange(n, device=logits.device).flip(0)
-    rounds = torch.arange(n, device=logits.device) % 2
-    state = torch.zeros(n, 3, dtype=torch.int32, device=logits.device)
-    state[slots, 1] = tokens.int()
+    slots, rounds = torch.arange(n).flip(0), torch.arange(n) % 2
+    state = torch.zeros(n, 3, dtype=torch.int32)
+    state[slots, 1], state[slots, 2] = tokens.cpu().int(), (rounds + 1).int()
     ring = torch.full((2, n, likely_words(logits.shape[1])), -7, dtype=torch.int32, device=logits.device)
-    store(logits=logits, tokens=state[:, 1], slots=slots, rounds=rounds, wanted=wanted, ring=ring)
-    assert (ring[1 - rounds, slots] == -7).all()  # the other rounds keep what they hold
-    return ring[rounds, slots].cpu()
+    slots, state = slots.to(logits.device), state.to(logits.device)
+    store(logits=logits, tokens=state[:, 1], rounds=state[:, 2], slots=slots, wanted=wanted, ring=ring)
+    assert (ring[1 - rounds, slots.cpu()] == -7).all()  # the other rounds keep what they hold
+    return ring[rounds, slots.cpu()].cpu()
 
 
 @every_device
@@ -51,3 +51,16 @@ def test_of_equal_logits_the_lower_token_comes_first(device):
     found = stored(store_likely, logits, torch.tensor([7]), torch.tensor([6], device=device))
     assert found[0, :7].tolist() == [7, 5, TILE + 1, TILE + 2, 0, 1, 2]
     assert found[0, -1] == 4
+
+
+@every_twin
+def test_a_row_with_a_negative_slot_stores_nothing(kernels, device):
+    ring = torch.full((2, 3, likely_words(40)), -7, dtype=torch.int32, device=device)
+    columns = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    slots, wanted = torch.tensor([[-1, 2], [1, 1]], device=device)
+    logits = torch.zeros(2, 40, device=device)
+    kernels.store_likely(
+        logits=logits, tokens=columns[0], rounds=columns[1], slots=slots, wanted=wanted, ring=ring
+    )
+    assert (ring[:, :2] == -7).all() and (ring[0] == -7).all()
+    assert ring[1, 2, 0] == 0
