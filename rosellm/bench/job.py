@@ -66,8 +66,8 @@ def choose_recipe(options: Namespace) -> str | Rung:
     """Return the recipe that the options choose: a rung's name, or a custom recipe.
 
     It is ``--rung`` if given, the device's best recipe with ``--paged-attn``, and dense otherwise. The best
-    recipe runs eagerly unless ``--cuda-graph`` is given. A non-default ``--all-reduce`` makes the recipe a
-    custom one. Raises ``RecipeError`` for options that contradict each other.
+    recipe runs eagerly unless ``--cuda-graph`` is given. With ``--all-reduce`` the recipe is a custom one.
+    Raises ``RecipeError`` for options that contradict each other.
     """
     recipe: str | Rung
     if options.rung is not None:
@@ -83,7 +83,7 @@ def choose_recipe(options: Namespace) -> str | Rung:
     else:
         best = get_rung(None, resolve_device(options.device))
         recipe = best if options.cuda_graph else replace(RECIPES[best], runner="eager")
-    if options.all_reduce == "library":
+    if options.all_reduce is None:
         return recipe
     if options.tensor_parallel_size == 1:
         raise RecipeError(f"--all-reduce {options.all_reduce} needs a --tensor-parallel-size of 2 or more")

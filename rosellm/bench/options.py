@@ -111,7 +111,7 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("several GPUs").add_argument
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help="GPUs that share the model")
     sums = recipe_choices()["all_reduce"]
-    add("--all-reduce", choices=sums, default="library", help="all-reduce of several GPUs")
+    add("--all-reduce", choices=sums, help="all-reduce of several GPUs; default: the fastest")
     add = parser.add_argument_group("requests").add_argument
     add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")

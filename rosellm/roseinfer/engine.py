@@ -107,6 +107,8 @@ class Engine(Owned):
         self._may_shorten = max_model_len is None
         self._warms, self._is_compiled = warm_up, False
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
+        if self.rung is not None and isinstance(self.recipe, Recipe):
+            self.recipe = self.recipe.on_ranks(group.part.size, model.device, self.kernels.name)
         n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         self.blocks = self._cache_of(n_blocks)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from itertools import permutations
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -36,7 +37,8 @@ class Recipe(Rung):
     """A choice of one variant per field, for a resident step with packed prefill.
 
     exhibit: the name of a file in ``notebooks/exhibits`` that implements the step, or "none".
-    all_reduce: the implementation of all-reduce; has an effect only with several ranks.
+    all_reduce: the implementation of all-reduce; has an effect only with several ranks. A rung chosen by its
+        name takes the fastest one (:meth:`on_ranks`).
 
     Raises ``RecipeError`` for an unknown variant, or for variants that do not work together.
     """
@@ -89,6 +91,17 @@ class Recipe(Rung):
         """
         if self.all_reduce == "one_shot" and kernels != "triton":
             raise RecipeError("all_reduce='one_shot' is a Triton kernel; use 'library' with kernels='torch'")
+
+    def on_ranks(self, n_ranks: int, device: torch.device, kernels: str) -> Recipe:
+        """Return this recipe with the fastest all-reduce that ``n_ranks`` ranks can run.
+
+        kernels: as in :meth:`check_sums`.
+        """
+        can_share = device.type == "cuda" and all(
+            torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(n_ranks), 2)
+        )
+        one_shot = n_ranks > 1 and self.norm == "fused" and kernels == "triton" and can_share
+        return replace(self, all_reduce="one_shot") if one_shot else self
 
     def invariant(self) -> Recipe:
         """Return the batch-invariant form of this recipe.

@@ -66,7 +66,7 @@ def test_a_model_or_a_recipe_of_ones_own_wins_over_the_workloads(given, model, r
         ("W3", "", []),
         ("W3", "--num-requests 2", ["num_requests=2 for 256"]),
         ("W3", "--hf-model-id rose-tiny", ["hf_model_id=rose-tiny for gpt2", "load_format=auto for dummy"]),
-        ("W3", "--all-reduce one_shot", ["all_reduce=one_shot for library"]),
+        ("W3", "--all-reduce one_shot", ["all_reduce=one_shot for None"]),
         ("W3", "--prefill-admission-policy pack", ["prefill_admission_policy=pack for fifo"]),
         ("W4", "--tokenize-workers 1", ["tokenize_workers=1 for 0"]),
     ],

@@ -182,3 +182,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceError, match="tensor_parallel_size 2 needs as many GPUs; this machine has 1"):
         LLM(tensor_parallel_size=2, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("rung", "n_ranks", "device", "kernels", "reaches", "chosen"),
+    [
+        ("split_kv", 2, "cuda", "triton", {(0, 1), (1, 0)}, "one_shot"),
+        ("split_kv", 3, "cuda", "triton", {(0, 1), (1, 0)}, "library"),
+        ("split_kv", 2, "cuda", "torch", {(0, 1), (1, 0)}, "library"),
+        ("fused_append", 2, "cuda", "triton", {(0, 1), (1, 0)}, "library"),
+        ("split_kv", 1, "cuda", "triton", set(), "library"),
+        ("split_kv", 2, "cpu", "triton", set(), "library"),
+    ],
+)
+def test_gpus_that_reach_one_another_sum_in_one_shot(
+    monkeypatch, rung, n_ranks, device, kernels, reaches, chosen
+):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair in reaches)
+    assert LADDER[rung].on_ranks(n_ranks, torch.device(device), kernels).all_reduce == chosen

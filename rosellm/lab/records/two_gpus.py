@@ -73,8 +73,9 @@ def measure(asked: Asked, kind: str, workload: str) -> Iterator[Record]:
 
 def tensor_parallel(asked: Asked, workload: str) -> dict[str, Any]:
     """Measure whole runs on one rank, and on two ranks with each way to all-reduce."""
-    jobs = {"1": _job(asked, workload, 1, "library")}
-    jobs |= {f"2 {way}": _job(asked, workload, 2, way) for way in asked["all_reduce"] or SUMS[asked.device]}
+    jobs = {"1": _job(asked, workload, 1)}
+    for way in asked["all_reduce"] or SUMS[asked.device]:
+        jobs[f"2 {way}"] = _job(asked, workload, 2, "--all-reduce", way)
     figures: dict[str, Any] = runs_in_turns(
         {side: partial(run, job) for side, (run, job) in jobs.items()}, asked["repeats"]
     )
@@ -83,12 +84,11 @@ def tensor_parallel(asked: Asked, workload: str) -> dict[str, Any]:
     return figures
 
 
-def _job(asked: Asked, workload: str, n_ranks: int, way: str) -> tuple[Callable[[Job], dict[str, Any]], Job]:
-    """Return a function that runs the job of a workload once, and the job.
-
-    way: value of the option ``--all-reduce``.
-    """
-    more = "--mode", "offline", "--tensor-parallel-size", n_ranks, "--all-reduce", way
+def _job(
+    asked: Asked, workload: str, n_ranks: int, *options_of_ranks: str
+) -> tuple[Callable[[Job], dict[str, Any]], Job]:
+    """Return a function that runs the job of a workload once, and the job."""
+    more = "--mode", "offline", "--tensor-parallel-size", n_ranks, *options_of_ranks
     options = BENCHMARK.parse_options(asked.benchmark_options(workload, *more))
     loaded = load_ranks(n_ranks, _load(asked), choose_recipe(options))
     (run,) = BENCHMARK.runs(options).values()

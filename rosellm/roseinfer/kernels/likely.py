@@ -14,7 +14,7 @@ from rosellm.roseinfer.kernels.candidates import float_of, ordered_bits
 from rosellm.roseinfer.sampling import MOST_LOGPROBS
 from rosellm.triton_or_none import tl, triton
 
-ROLES = {"_tile_maxima_kernel": "logprobs", "_store_likely_kernel": "logprobs"}
+ROLES = {"_tile_maxima_kernel": "sampling", "_store_likely_kernel": "sampling"}
 TILE = 1024
 
 
