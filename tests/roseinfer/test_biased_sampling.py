@@ -66,6 +66,7 @@ CASES = {
     "no end before its time": {"logit_bias": {EOS: 100.0}, "min_tokens": 5},
     "an end at the first token": {"logit_bias": {EOS: 100.0}, "min_tokens": 1},
     "an own end, not before its time": {"stop_token_ids": [11], "logit_bias": {11: 100.0}, "min_tokens": 3},
+    "many ends, which nothing favours": {"stop_token_ids": [*range(0, 101, 2)], "min_tokens": 3},
     "with a penalty": {"repetition_penalty": 1.5, "logit_bias": {5: 2.0}, "min_tokens": 2},
 }
 

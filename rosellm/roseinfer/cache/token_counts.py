@@ -105,9 +105,9 @@ def entries_of(sequence: Sequence, position: int, counted: int | None = None) ->
 
 def _stops_of(sequence: Sequence, position: int) -> Entries:
     """Return the stop tokens and their entries, as :func:`entries_of` does."""
-    tokens, entries = entries_of(sequence, position)
-    stops = np.isin(tokens, sequence.stop_tokens)
-    return tokens[stops], entries[stops]
+    entries = dict(zip(*entries_of(sequence, position), strict=True))
+    default, stops = float16_bits(_default_bias(sequence)), np.array(sequence.stop_tokens, np.int32)
+    return stops, np.array([entries.get(token, default) for token in sequence.stop_tokens], np.int32)
 
 
 def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:
