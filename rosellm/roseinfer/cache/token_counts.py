@@ -26,9 +26,9 @@ class TokenCounts:
 
     The table is int32 ``[S, V + WORD_COLUMNS]``. An entry of its first V columns holds what changes the logit
     of a token. The upper 16 bits are its bias in float16, minus infinity for a banned token. The next bit,
-    ``BARRED``, bans the token in the next step only. The lower 15 bits are twice the number of times that the
-    token occurs in the output, at most ``MOST_COUNTED``, plus 1 if the token is in the prompt. The last output
-    token is not yet included: it is counted by the step that reads it as input (``penalties.count_tokens``).
+    ``BARRED``, bans the token in one step only. The lower 15 bits are twice the number of times that the
+    token occurs in the output, at most ``MOST_COUNTED``, plus 1 if the token is in the prompt. The last
+    output token is not yet included: the step that reads it as input counts it (``penalties.count_tokens``).
 
     From the other columns, ``[3, MOST_BEGINNINGS]``, that step finds the tokens to bar. They hold the
     beginnings of all bad words: those of one word, from its first token to all but its last, then those of

@@ -15,7 +15,7 @@ ROLES = {"_count_tokens_kernel": "sampling"}
 
 
 def count_tokens_ref(*, state: DeviceState, table: Tensor) -> None:
-    """Add each state row's last token to the row's token counts, and bar the ends of bad words (torch reference).
+    """Count each state row's last token, and bar the tokens that would end bad words (torch reference).
 
     table: ``[S, V + WORD_COLUMNS]`` int32, as in ``TokenCounts``. Rows without counts, rows whose last token
     belongs to the prompt, and inert rows are skipped. A count stops at ``MOST_COUNTED``.

@@ -17,49 +17,45 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.worker import Worker
 from tests.roseinfer.kernels.kernel_checks import every_twin
 
+ROWS, VOCAB, STOP, START, END = 5, 6, 5, 3, 11
 
-def make_sequence(rng: random.Random, stop: int) -> Sequence:
-    """Of few tokens, so that beginnings of its bad words overlap, share ends, and occur in prompt and output."""
-    allowed = [1, 2, 3, stop] if rng.random() < 0.5 else None
-    params = SamplingParams(max_tokens=9, allowed_token_ids=allowed, min_tokens=rng.choice([0, 3]))
-    sequence = Sequence(0, rng.choices([1, 2], k=rng.randint(1, 4)), params, (stop,))
-    sequence.tokens += rng.choices([1, 2, 3], weights=[3, 3, 1], k=12 - sequence.n_prompt)
+
+def make_sequence(rng: random.Random) -> Sequence:
+    """A sequence of few distinct tokens, whose bad words overlap, share ends, and begin in its prompt too."""
+    allowed = rng.choice([None, [1, 2, 3, STOP]])
+    params = SamplingParams(allowed_token_ids=allowed, min_tokens=rng.choice([0, 3]), bad_words=["any"])
+    sequence = Sequence(0, rng.choices([1, 2], k=rng.randint(1, 1 + START)), params, (STOP,))
+    sequence.tokens += rng.choices([1, 2, 3], weights=[3, 3, 1], k=1 + END - sequence.n_prompt)
     lengths = [rng.randint(1, 5) for _ in range(rng.choice([0, 9]))]
-    sequence.bad_words = [rng.choices([1, 2], k=n - 1) + rng.choices([1, 3, stop]) for n in lengths]
+    sequence.bad_words = [rng.choices([1, 2], k=n - 1) + rng.choices([1, 3, STOP]) for n in lengths]
     return sequence
 
 
 @every_twin
 @pytest.mark.parametrize("seed", range(3))
 def test_each_step_bars_the_ends_of_bad_words_as_the_dense_entries_say(kernels, device, seed):
-    """Rows are taken and given up at any position; what they held before does not matter."""
-    rng, rows, vocab, stop = random.Random(seed), 5, 6, 5
-    table = torch.randint(-9, 9, (rows, vocab + WORD_COLUMNS), dtype=torch.int32, device=device)
-    state, barred = DeviceState(rows, 2, torch.device(device)), 0
+    """Rows are taken, taken anew and given up at any position; what they held before does not matter."""
+    rng, state = random.Random(seed), DeviceState(ROWS, 2, torch.device(device))
+    table = torch.randint(-9, 9, (ROWS, VOCAB + WORD_COLUMNS), dtype=torch.int32, device=device)
     worker = SimpleNamespace(counts=table, _staging=StagingBuffer(table.device, torch.int32))
-    counts = TokenCounts(rows, lambda _, *words: Worker.write_counts(worker, *words))
-    held: list[Sequence] = []
-    for position in [3, 4, 5, 6, 7, 8, 9, 10] * 3:
-        leaving = [s for s in held if rng.random() < 0.3 or position == 3]
-        for sequence in leaving:
+    counts = TokenCounts(ROWS, lambda _, *words: Worker.write_counts(worker, *words))
+    held: dict[Sequence, int] = {}
+    n_barred = 0
+    for position in [*range(START, END)] * 3:
+        for sequence in [s for s in held if position == START or rng.random() < 0.3]:
             counts.drop(sequence)
-        held = [s for s in held if s not in leaving]
-        joining = [
-            s for s in (make_sequence(rng, stop) for _ in range(rows - len(held))) if s.params.is_biased
-        ]
-        again = [s for s in held if rng.random() < 0.2]
-        counts.hold(joining + again, [position] * len(joining + again))
-        held += joining
-        counts.allow_stops(lambda _: position)
-        state.counts.zero_()
-        for row, sequence in enumerate(held):
-            fields = row_bytes(sequence, position, 0, 1 + counts._place_of[sequence])
-            state.rows[row, :FIELDS] = torch.frombuffer(bytearray(fields), dtype=torch.int32)
+            del held[sequence]
+        joining = [s for s in held if rng.random() < 0.2]
+        joining += [make_sequence(rng) for _ in range(ROWS - len(held))]
+        held.update(zip(joining, counts.hold(joining, [position] * len(joining)), strict=True))
+        counts.allow_stops(dict.fromkeys(held, position).__getitem__)
+        fields = b"".join(row_bytes(sequence, position, 0, place) for sequence, place in held.items())
+        state.rows[:, :FIELDS] = torch.frombuffer(bytearray(fields), dtype=torch.int32).view(ROWS, FIELDS)
         kernels.count_tokens(state=state, table=table)
-        for row, sequence in enumerate(held):
+        for sequence, place in held.items():
             so_far = copy(sequence)
-            so_far.tokens = sequence.tokens[: max(position + 1, sequence.n_prompt)]
-            found = table[state.counts[row] - 1, :vocab]
-            assert found.tolist() == dense_entries(so_far, vocab).tolist()
-            barred += int((found & BARRED).count_nonzero())
-    assert barred > 9
+            so_far.tokens = sequence.tokens[: position + 1]
+            found = table[place - 1, :VOCAB]
+            assert found.tolist() == dense_entries(so_far, VOCAB).tolist()
+            n_barred += int((found & BARRED).count_nonzero())
+    assert n_barred > 20
