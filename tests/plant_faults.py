@@ -135,6 +135,8 @@ FAULTS = (
           "/ (n - 1) if n > 1", "/ n if n > 1"),
     Fault("log-probabilities", "layers/logprobs.py", "test_logprobs.py",
           "1 + (logits > own)", "(logits > own)"),
+    Fault("bad words", "token_counts.py", "test_bad_words.py",
+          "output = sequence.tokens[sequence.n_prompt : position]", "output = sequence.tokens[:position]"),
     Fault("trainer", "training.py", "test_train.py",
           "0.55 + 0.45 * math.cos", "0.45 + 0.55 * math.cos"),
     Fault("ranks", "watch.py", "test_ranks_end.py",

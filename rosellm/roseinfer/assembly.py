@@ -11,6 +11,7 @@ from rosellm.ladder.museum import MuseumRung
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
+from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
@@ -87,7 +88,8 @@ def _parts(
     n_rows: maximum number of sequences that decode together.
     """
     bind: Binder
-    counts = torch.zeros(n_rows, model.config.vocab_size, dtype=torch.int32, device=model.device)
+    n_columns = model.config.vocab_size + WORD_COLUMNS
+    counts = torch.zeros(n_rows, n_columns, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)

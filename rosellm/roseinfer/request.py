@@ -65,7 +65,7 @@ class Sequence:
     stop_tokens: all tokens that end the sequence.
     parent: the first completion of the same prompt, whose prefill this one shares; None for the first.
     n_siblings: number of sequences whose parent this is.
-    bad_tokens: tokens that are never chosen.
+    bad_words: the tokens of each word that must not occur in the output.
     num_cached_prompt_tokens: how many of the prompt's tokens the prefix cache held when it first started.
     seed: determines, together with a token's index, the random numbers of its choice.
     replays: whether, after preemption, the output is decoded again token by token, as it was before;
@@ -98,7 +98,7 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self.parent: Sequence | None = None
         self.n_siblings = 0
-        self.bad_tokens: tuple[int, ...] = ()
+        self.bad_words: list[list[int]] = []
         self.num_cached_prompt_tokens = 0
         self.logprobs: list[Likely] | None = None if params.logprobs is None else []
         asked = params.prompt_logprobs is not None

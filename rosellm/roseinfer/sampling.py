@@ -124,7 +124,9 @@ class SamplingParams:
     logit_bias: a dictionary from token ids to numbers that are added to their logits, cut to -100 to 100 and
         rounded to float16.
     allowed_token_ids: the only tokens that may be chosen; None allows all.
-    bad_words: words that must not occur in the output, each of which must be a single token.
+    bad_words: words that must not occur in the output: a word's last token cannot be chosen where the output
+        ends with its other tokens. Each word is tokenised as it is and after a space; the latter counts only
+        if it has the same number of tokens and another first token.
     max_tokens: maximum number of new tokens; None means as many as the engine has room for, which is the
         maximum in any case.
     min_tokens: number of new tokens before which no stop token can be chosen.
@@ -252,7 +254,7 @@ class SamplingParams:
 
     @property
     def is_biased(self) -> bool:
-        """Whether some tokens are favoured, disfavoured or banned, whatever tokens came before."""
+        """Whether some tokens are favoured, disfavoured or banned, always or in some places."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens)
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from tests.helpers import MODERN, random_model, random_prompts, small_config, sm
 EOS = 7
 CONFIG = small_config(**MODERN, eos_token_ids=(EOS,))
 PROMPTS = random_prompts([3, 9, 17], seed=4)
+TOKENS = SimpleNamespace(encode=lambda text, special: [*map(int, text.split())], token_text=str)
+FEW = [4, 9, 33, 60]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module", params=["dense", "resident_step", BEST_RUNG, "one_pass"])
 def engine(request, model) -> Engine:
-    return small_engine(model, recipe=request.param)
+    return small_engine(model, recipe=request.param, tokenizer=TOKENS)
 
 
 def run(engine: Engine, params, prompts=PROMPTS, **limits: int) -> list[RequestOutput]:
@@ -53,6 +58,9 @@ def expected(model, prompt: list[int], params: SamplingParams) -> list[int]:
             logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
         )
         logits[seen] = penalised[seen]
+        for *begun, last in (TOKENS.encode(word, False) for word in params.bad_words):
+            if tokens[max(len(tokens) - len(begun), len(prompt)) :] == begun:
+                logits[last] = -math.inf
         tokens.append(int(logits.argmax()))
         if tokens[-1] in (EOS, *(params.stop_token_ids or ())):
             break
@@ -66,6 +74,15 @@ CASES = {
     "no end before its time": {"logit_bias": {EOS: 100.0}, "min_tokens": 5},
     "an end at the first token": {"logit_bias": {EOS: 100.0}, "min_tokens": 1},
     "an own end, not before its time": {"stop_token_ids": [11], "logit_bias": {11: 100.0}, "min_tokens": 3},
+    "many ends, which nothing favours": {"stop_token_ids": [*range(0, 101, 2)], "min_tokens": 3},
+    "a bad word that overlaps itself": {"allowed_token_ids": [4, 9], "bad_words": ["9 9 9", "4 4 9"]},
+    "bad words with one beginning": {"allowed_token_ids": FEW, "bad_words": ["4 9 33", "4 9", "4 9 4", "33"]},
+    "bad words with one end": {"logit_bias": dict.fromkeys(FEW, 9.0), "bad_words": ["9 4", "33 4", "4 4"]},
+    "a bad word that ends in an end": {
+        "logit_bias": {EOS: 9.0, 9: 8.0},
+        "bad_words": ["9 7"],
+        "min_tokens": 2,
+    },
     "with a penalty": {"repetition_penalty": 1.5, "logit_bias": {5: 2.0}, "min_tokens": 2},
 }
 
@@ -106,6 +123,49 @@ def test_min_tokens_hold_after_a_preemption(model):
     assert scheduler.preemptions > 0
     assert [o.token_ids for o in outputs] == [expected(model, prompt, params) for prompt in PROMPTS]
     assert all(len(o.token_ids) == 21 for o in outputs)
+
+
+def random_bad_words(rng: random.Random) -> list[str]:
+    """Of one to four tokens; the last of ``FEW`` is always allowed."""
+    words = [[*rng.choices(FEW, k=rng.randint(0, 3)), rng.choice(FEW[:3])] for _ in range(rng.randint(1, 12))]
+    return [" ".join(map(str, word)) for word in words]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 9}], ids=["room for all", "preempted"])
+def test_random_bad_words_are_obeyed_by_each_request(engine, model, seed, options):
+    """Some requests have none; the prompts' last tokens begin bad words, which does not count."""
+    rng = random.Random(seed)
+    prompts = [[*prompt, *rng.choices(FEW, k=3)] for prompt in PROMPTS]
+    own = [random_bad_words(rng), [], random_bad_words(rng)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=FEW, bad_words=words) for words in own
+    ]
+    options = options | {"recipe": engine.recipe, "prefix_cache": engine.recipe.has_prefix_cache}
+    engine = small_engine(model, tokenizer=TOKENS, **options)
+    scheduler = OfflineScheduler(engine)
+    outputs = scheduler.run(prompts, params)
+    assert [o.token_ids for o in outputs] == list(map(partial(expected, model), prompts, params))
+    assert (scheduler.preemptions > 0) == ("num_kv_blocks" in options)
+    drawn = [SamplingParams(max_tokens=20, allowed_token_ids=FEW, bad_words=words) for words in own]
+    for words, output in zip(own, OfflineScheduler(engine).run(prompts, drawn), strict=True):
+        text = " ".join(["", *map(str, output.token_ids), ""])
+        assert not any(f" {word} " in text for word in words)
+
+
+def test_a_request_that_continues_elsewhere_obeys_its_bad_words(engine, model):
+    params = SamplingParams(
+        temperature=0, max_tokens=12, allowed_token_ids=[4, 9], bad_words=["9 9 4", "4 4 4"]
+    )
+    whole = expected(model, PROMPTS[0], params)
+    for known in range(1, 8):
+        sequence = engine.make_sequence(PROMPTS[0], params)
+        sequence.resume(whole[:known], None)
+        scheduler = OfflineScheduler(engine)
+        scheduler.submit(sequence)
+        while not sequence.is_finished:
+            scheduler.step()
+        assert sequence.output == whole
 
 
 @pytest.mark.parametrize("limits", [{}, {"prefill_token_budget": 5}], ids=["whole", "in chunks"])

@@ -307,8 +307,35 @@ def test_bad_words_do_not_occur(llm):
     wish = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "logit_bias": {token: 100.0}}
     assert run(llm, "hello", SamplingParams(**wish))[0].token_ids == [token] * 3
     assert token not in run(llm, "hello", SamplingParams(**wish, bad_words=[word]))[0].token_ids
-    with pytest.raises(SamplingError, match="no single token"):
-        run(llm, "hello", SamplingParams(bad_words=["hello world, some"]))
+
+
+def test_bad_words_of_several_tokens_do_not_occur(llm):
+    tokenizer = llm.engine.tokenizer
+    (free,) = run(llm, "hello", SamplingParams(temperature=0, max_tokens=20))
+    spans = [free.token_ids[i : i + n] for n in (2, 3) for i in range(20 - n)]
+    words = [w for w in map(tokenizer.decode, spans) if tokenizer.encode(w.lstrip(), special=False) in spans]
+    assert words and all(word in free.text for word in words)
+    (output,) = run(llm, "hello", SamplingParams(temperature=0, max_tokens=20, bad_words=words))
+    assert len(output.token_ids) == 20 and not any(word in output.text for word in words)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [(" ", "no tokens"), (WORDS * 99, "besides the last of each word; at most 1024")]
+)
+def test_bad_words_that_cannot_be_followed_are_refused(llm, word, reason):
+    with pytest.raises(SamplingError, match=reason):
+        run(llm, "hello", SamplingParams(bad_words=[word]))
+
+
+def test_a_word_counts_after_a_space_too_if_it_then_has_as_many_tokens_and_another_first_one(llm):
+    tokenizer, words = llm.engine.tokenizer, WORDS.split()
+    expected = []
+    for word in words:
+        bare, spaced = (tokenizer.encode(text, special=False) for text in (word, " " + word))
+        expected += [bare] + [spaced] * (len(spaced) == len(bare) and spaced[0] != bare[0])
+    assert len(words) < len(expected) < 2 * len(words)
+    params = SamplingParams(bad_words=[" " + word for word in words])
+    assert llm.engine.make_sequence([1], params).bad_words == expected
 
 
 def test_detokenize_may_be_off(llm):

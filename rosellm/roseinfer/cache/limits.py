@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rosellm.errors import LongPromptError, PromptError, SamplingError, describe
 from rosellm.models.loading import AnyTokenizer
+from rosellm.roseinfer.cache.token_counts import MOST_BEGINNINGS
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText
@@ -123,17 +124,26 @@ def new_sequence(
         how = params.stops, params.include_stop_str_in_output, params.skip_special_tokens
         sequence.text = IncrementalText(tokenizer, prompt, *how)
     if tokenizer is not None and params.bad_words:
-        sequence.bad_tokens = _bad_tokens(params.bad_words, tokenizer)
+        sequence.bad_words = _tokens_of(params.bad_words, tokenizer, limits.vocab_size)
     return sequence
 
 
-def _bad_tokens(words: Iterable[str], tokenizer: AnyTokenizer) -> tuple[int, ...]:
-    """Return the tokens of words that must not occur, at the beginning of a text and after a space."""
-    tokens = []
+def _tokens_of(words: Iterable[str], tokenizer: AnyTokenizer, vocab_size: int) -> list[list[int]]:
+    """Return the tokens of words that must not occur, as vLLM does.
+
+    After a space, a word counts if it then has another first token and the same number of tokens.
+    """
+    found: list[list[int]] = []
     for word in words:
-        forms = [tokenizer.encode(form, special=False) for form in (word, " " + word)]
-        alone = [ids[0] for ids in forms if len(ids) == 1]
-        if not alone:
-            raise SamplingError(f"bad_words has {word!r}, which is no single token of this vocabulary")
-        tokens += alone
-    return tuple(dict.fromkeys(tokens))
+        bare, spaced = (tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " "))
+        if not bare or max(bare + spaced) >= vocab_size:
+            raise SamplingError(f"bad_words has {word!r}, which has no tokens in this model's vocabulary")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    n_beginnings = sum(len(tokens) - 1 for tokens in found)
+    if n_beginnings > MOST_BEGINNINGS:
+        raise SamplingError(
+            f"bad_words has {n_beginnings} tokens besides the last of each word; at most {MOST_BEGINNINGS}"
+        )
+    return found

@@ -12,19 +12,31 @@ import numpy as np
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
-MOST_COUNTED = 2**15 - 1
+MOST_COUNTED = 2**14 - 1
+BARRED = 1 << 15
 BANNED = -math.inf
+MOST_BEGINNINGS = 1024
+WORD_COLUMNS = 3 * MOST_BEGINNINGS  # a multiple of 16, for aligned rows
 
 Entries = tuple[np.ndarray, np.ndarray]
 
 
 class TokenCounts:
-    """The host's assignment of the rows of a device table ``[S, V]`` int32 to requests that need them.
+    """The host's assignment of the rows of a device table to requests that need them.
 
-    A table entry holds what changes the logit of a token. The upper 16 bits are its bias in float16, minus
-    infinity for a banned token. The lower 16 bits are twice the number of times that the token occurs in the
-    output, at most ``MOST_COUNTED``, plus 1 if the token is in the prompt. The last output token is not yet
-    included: it is counted by the step that reads it as input (``penalties.count_tokens``).
+    The table is int32 ``[S, V + WORD_COLUMNS]``. An entry of its first V columns holds what changes the logit
+    of a token. The upper 16 bits are its bias in float16, minus infinity for a banned token. The next bit,
+    ``BARRED``, bans the token in one step only. The lower 15 bits are twice the number of times that the
+    token occurs in the output, at most ``MOST_COUNTED``, plus 1 if the token is in the prompt. The last
+    output token is not yet included: the step that reads it as input counts it (``penalties.count_tokens``).
+
+    From the other columns, ``[3, MOST_BEGINNINGS]``, that step finds the tokens to bar. They hold the
+    beginnings of all bad words: those of one word, from its first token to all but its last, then those of
+    the next word. Each beginning has three numbers, where 0 and below mean none:
+
+    - 1 + its last token;
+    - 1 + the token that is barred after it, for the longest beginning of a word;
+    - 1 if the output, except for its last token, ends with the beginning.
 
     call: ``Worker.call``; every rank's worker holds the table.
     """
@@ -50,7 +62,9 @@ class TokenCounts:
         if penalised:
             fills = [int(float16_bits(_default_bias(sequences[i]))) for i in penalised]
             entries = [entries_of(sequences[i], positions[i]) for i in penalised]
-            self._send([places[i] - 1 for i in penalised], fills, entries)
+            words = [_word_entries(sequences[i], positions[i]) for i in penalised]
+            rows = [places[i] - 1 for i in penalised]
+            self._write(rows, fills, rows * 2, entries + words)
         return places
 
     def drop(self, sequence: Sequence) -> None:
@@ -77,11 +91,8 @@ class TokenCounts:
             self._stopping_from[sequence] = _first_stop(sequence)
         return self._place_of[sequence]
 
-    def _send(self, places: list[int], fills: list[int], entries: list[Entries]) -> None:
-        """Fill table rows ``places`` with ``fills``, then write ``entries`` to them."""
-        self._write(places, fills, places, entries)
-
     def _write(self, cleared: list[int], fills: list[int], places: list[int], entries: list[Entries]) -> None:
+        """Fill table rows ``cleared`` with ``fills``, then write ``entries[i]`` to row ``places[i]``."""
         tokens, numbers = (np.concatenate(arrays) for arrays in zip(*entries, strict=True))
         place = np.repeat(places, [len(own) for own, _ in entries])
         words = np.concatenate((cleared, fills, place, tokens, numbers)).astype(np.int32)
@@ -103,11 +114,28 @@ def entries_of(sequence: Sequence, position: int, counted: int | None = None) ->
     return np.array(tokens, np.int32), bits | np.array([counts.get(t, 0) for t in tokens], np.int32)
 
 
+def _word_entries(sequence: Sequence, position: int) -> Entries:
+    """Return the beginnings of bad words as :func:`entries_of` does; columns count from the row's end."""
+    output = sequence.tokens[sequence.n_prompt : position]
+    beginnings = [
+        (1 + word[n - 1], 1 + word[n] if n == len(word) - 1 else 0, _ends_with(output, word[:n]))
+        for word in sequence.bad_words
+        for n in range(1, len(word))
+    ]
+    numbers = np.array(beginnings, np.int32).reshape(-1, 3).T
+    columns = np.arange(-WORD_COLUMNS, 0, dtype=np.int32).reshape(3, -1)[:, : len(beginnings)]
+    return columns.ravel(), numbers.ravel()
+
+
+def _ends_with(output: list[int], tokens: list[int]) -> bool:
+    return output[len(output) - len(tokens) :] == tokens
+
+
 def _stops_of(sequence: Sequence, position: int) -> Entries:
     """Return the stop tokens and their entries, as :func:`entries_of` does."""
-    tokens, entries = entries_of(sequence, position)
-    stops = np.isin(tokens, sequence.stop_tokens)
-    return tokens[stops], entries[stops]
+    entries = dict(zip(*entries_of(sequence, position), strict=True))
+    default, stops = float16_bits(_default_bias(sequence)), np.array(sequence.stop_tokens, np.int32)
+    return stops, np.array([entries.get(token, default) for token in sequence.stop_tokens], np.int32)
 
 
 def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:
@@ -115,6 +143,8 @@ def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:
     row = np.full(vocab_size, float16_bits(_default_bias(sequence)), np.int32)
     tokens, entries = entries_of(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
     row[tokens] = entries
+    begun = [word for word in sequence.bad_words if len(word) > 1 and _ends_with(sequence.output, word[:-1])]
+    row[[word[-1] for word in begun]] |= BARRED
     return row
 
 
@@ -133,7 +163,8 @@ def _biases(sequence: Sequence, position: int) -> dict[int, float]:
     given = params.logit_bias or {}
     biases |= {token: bias for token, bias in given.items() if allowed is None or token in biases}
     stops = sequence.stop_tokens if position < _first_stop(sequence) else ()
-    return biases | dict.fromkeys((*sequence.bad_tokens, *stops), BANNED)
+    bad = [word[0] for word in sequence.bad_words if len(word) == 1]
+    return biases | dict.fromkeys((*bad, *stops), BANNED)
 
 
 def _default_bias(sequence: Sequence) -> float:

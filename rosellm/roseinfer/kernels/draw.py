@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rosellm.roseinfer.cache.token_counts import BARRED
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.sampling import NOT_FINITE
 
@@ -22,8 +23,8 @@ def penalised_ref(
     """Return the logits after biases and penalties, ``[B, V]`` fp32.
 
     logits: ``[B, V]``.
-    entries: ``[B, V]`` int32, each token's bias, count in the output, and whether it is in the prompt, as in
-        ``TokenCounts``.
+    entries: ``[B, V]`` int32, each token's bias, whether it is barred, its count in the output, and whether
+        it is in the prompt, as in ``TokenCounts``.
     repetition: ``[B]``; for tokens in prompt or output, positive logits are divided by it, and others are
         multiplied by it (Keskar et al. 2019, "CTRL").
     presence: ``[B]``, subtracted for tokens in the output.
@@ -31,8 +32,9 @@ def penalised_ref(
 
     The bias is added first; then the repetition penalty is applied.
     """
-    seen = entries & 0xFFFF
+    seen = entries & 0x7FFF
     logits, times = logits.float() + (entries >> 16).short().view(torch.float16).float(), seen >> 1
+    logits = torch.where((entries & BARRED) > 0, float("-inf"), logits)
     by = repetition[:, None]
     repeated = torch.where(logits > 0, logits / by, logits * by)
     logits = torch.where(seen > 0, repeated, logits)

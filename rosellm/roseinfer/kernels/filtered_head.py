@@ -77,8 +77,8 @@ def filtered_tiles_ref(
     hidden: ``[M, K]``, the final hidden states.
     weight: ``[N, K]``, the head.
     state: a device state of M rows.
-    counts: ``[S, N]`` int32, the counts of the penalised rows' tokens (``token_counts``); None if no row is
-        penalised.
+    counts: int32 ``[S, N]`` or wider, the table of ``TokenCounts`` with the penalised rows' tokens; None if
+        no row is penalised.
     """
     logits = hidden.float() @ weight.float().t()
     if counts is not None:
@@ -98,9 +98,9 @@ def filtered_tiles_ref(
 def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
     """Return logits ``[M, V]`` in fp32 after the penalties of the rows that have counts (torch reference).
 
-    state: a device state of M rows. counts ``[S, V]`` int32: as in :func:`filtered_tiles_ref`.
+    state: a device state of M rows. counts: as in :func:`filtered_tiles_ref`.
     """
-    own = state.counts
+    own, counts = state.counts, counts[:, : logits.shape[1]]
     entries = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
     repetition = torch.where(own > 0, state.repetition, 1.0)
     return penalised_ref(logits, entries, repetition, state.presence, state.frequency)
@@ -113,7 +113,8 @@ def penalised(logits, entries, repetition, presence, frequency):
     repetition, presence and frequency broadcast with the tile.
     """
     logits += (entries >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    seen = entries & 0xFFFF
+    logits = tl.where((entries & 0x8000) > 0, float("-inf"), logits)
+    seen = entries & 0x7FFF
     times = seen >> 1
     repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
     logits = tl.where(seen > 0, repeated, logits)
@@ -121,7 +122,7 @@ def penalised(logits, entries, repetition, presence, frequency):
 
 
 @triton.jit
-def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
+def penalised_rows(logits, penalties, counts_ptr, counts_stride, at, held_rows, columns, N):
     """Apply :func:`penalised` to a tile's rows that have counts.
 
     penalties: pointers to the state's columns counts, repetition, presence and frequency.
@@ -137,7 +138,7 @@ def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
         presence = tl.load(presence_ptr + at, mask=own > 0, other=0.0)
         frequency = tl.load(frequency_ptr + at, mask=own > 0, other=0.0)
         counted = (own > 0)[:, None] & (columns < N)[None, :]
-        counts_of = counts_ptr + (own - 1).to(tl.int64) * N
+        counts_of = counts_ptr + (own - 1).to(tl.int64) * counts_stride
         entries = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
         logits = penalised(logits, entries, repetition[:, None], presence[:, None], frequency[:, None])
     return logits
@@ -145,7 +146,7 @@ def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
 
 @triton.jit(do_not_specialize=["M"])
 def _filtered_tiles_kernel(
-    hidden_ptr, weight_ptr, tiles, settings, penalties, counts_ptr, M, N, TILES,
+    hidden_ptr, weight_ptr, tiles, settings, penalties, counts_ptr, counts_stride, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +170,7 @@ def _filtered_tiles_kernel(
     rows = first_row.to(tl.int64) + tile_rows
     at = rows * settings.stride
     if PENALISED:
-        logits = penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N)
+        logits = penalised_rows(logits, penalties, counts_ptr, counts_stride, at, held_rows, columns, N)
     logits = logits + tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
     temperatures = tl.load(settings.temperature + at, mask=held_rows, other=0.0)
@@ -228,7 +229,7 @@ def filtered_tiles(
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
     options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
     _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
-        hidden, weight, tiles, settings_of(state), penalties, table, rows, vocab, n_tiles,
+        hidden, weight, tiles, settings_of(state), penalties, table, table.stride(0), rows, vocab, n_tiles,
         K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
     )  # fmt: skip
     return Tiles(*tiles, block_n)

@@ -64,7 +64,7 @@ class LogitsChooser(Chooser):
     """A chooser that computes all logits, then an argmax, or a draw if any request is not greedy.
 
     logits: a function from hidden states to the full logits.
-    counts: ``[S, V]`` int32, the tokens that penalised requests have seen, encoded as in ``token_counts``.
+    counts: the table of ``TokenCounts``, with the tokens that penalised requests have seen.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: Tensor) -> None:

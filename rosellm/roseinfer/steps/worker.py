@@ -64,7 +64,7 @@ class Worker:
     """The device side of a planner: runs the planner's calls on the rows of ``state``.
 
     state: the device state; its last row is spare, and padding writes to it.
-    counts: ``[S, V]`` int32, the table of ``TokenCounts``.
+    counts: the table of ``TokenCounts``.
     layers_for: maps a number of rows to the layers.
     bind: maps a state and a variant to the attention, which also writes new keys and values to the cache.
     next_tokens: chooses tokens and advances the rows.

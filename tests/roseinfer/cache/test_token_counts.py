@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS, TokenCounts
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
@@ -21,7 +21,7 @@ class HeldCounts(TokenCounts):
 
     def __init__(self) -> None:
         super().__init__(ROWS, self.write)
-        self.table = np.zeros((ROWS, VOCAB), np.int32)
+        self.table = np.zeros((ROWS, VOCAB + WORD_COLUMNS), np.int32)
 
     def write(self, name: str, words: np.ndarray, n: int) -> None:
         assert name == "write_counts"
@@ -66,4 +66,4 @@ def test_every_holder_has_a_row_of_its_own_that_says_what_it_has_seen_so_far(mov
                 held[who], places[who], expected[who] = sequence, place, counted_by_hand(sequence, at)
         taken = {places[who] for who in held}
         assert len(taken) == len(held) and taken <= set(range(1, ROWS + 1))
-        assert all(counts.table[places[who] - 1].tolist() == expected[who] for who in held)
+        assert all(counts.table[places[who] - 1, :VOCAB].tolist() == expected[who] for who in held)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
+from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.kernels import filtered
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
@@ -276,7 +277,7 @@ def test_the_head_leaves_best_of_all_and_logits_masses_and_largest_of_filtered_r
 @every_twin
 def test_a_steps_input_is_counted_if_it_is_of_the_output_and_its_row_has_counts(kernels, device):
     state = DeviceState(5, 2, torch.device(device))
-    table = torch.zeros(4, 9, dtype=torch.int32, device=device)
+    table = torch.zeros(4, 9 + WORD_COLUMNS, dtype=torch.int32, device=device)
     state.tokens.copy_(torch.tensor([7, 7, 3, 8, 5]))
     state.positions.copy_(torch.tensor([4, 4, 3, INERT, 9]))
     state.prompts.fill_(4)

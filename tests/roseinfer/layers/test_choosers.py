@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
-from rosellm.roseinfer.cache.token_counts import entries_of
+from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS, entries_of
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import draw, penalised_ref
 from rosellm.roseinfer.kernels.table import TORCH
@@ -31,7 +31,8 @@ WISHES = {
 PROMPT, OUTPUT = [1, 2, 3], [2, 4]
 POSITION = 4
 MODEL = random_model(0)
-VOCAB, COUNTED = MODEL.config.vocab_size, (len(WISHES), MODEL.config.vocab_size)
+VOCAB = MODEL.config.vocab_size
+COUNTED = len(WISHES), VOCAB + WORD_COLUMNS
 
 
 def fused() -> FusedChooser:
