@@ -6,8 +6,9 @@ from functools import cache
 from statistics import median
 
 from rosellm.lab.records import arrivals, two_gpus
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import find, one_lease, read_us
 from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.claims.reading import claim, number, prose, said, table_row
 
@@ -162,3 +163,54 @@ def test_routers_keep_the_limits_for_the_shares_said():
     claim("37", words, *(table_row("37", "long", way)[0] for way in ways))
     unchunked, *_ = table_row("37", "long, as one whole", "fewest tokens")
     claim("37", r"keeps them for (\S+) % only", unchunked)
+
+
+# 38
+
+
+shared_prompts = load_exhibit("shared_prompts")
+CACHE = find().figures("prefix_cache")
+
+
+def first_token_ms(n):
+    one = shared_prompts.middle(CACHE["first_token"][str(n)])
+    return 1e3 * one["filled"], 1e3 * one["cold"]
+
+
+def test_first_tokens_after_a_cached_beginning_come_when_recorded_and_later_than_predicted():
+    filled, cold = first_token_ms(8192)
+    words = r"after ([\d.]+) ms instead of ([\d.]+): (\d+) % of the time .*(\d\d) % is left, .* still (\d+) %"
+    left = [100 * one / other for one, other in map(first_token_ms, (8192, 1024, 256))]
+    claim("38", words, filled, cold, *left)
+    n_bytes = 8192 * KNOWN_SHAPES["Qwen/Qwen3-0.6B"].kv_bytes_per_token(2)
+    predicted = first_token_ms(0)[1] + read_us(find(), n_bytes) / 1e3
+    claim("38", r"The prediction, ([\d.]+) ms, is wrong", predicted)
+    claim("38", r"the ([\d.]+) ms between prediction and record", filled - predicted)
+
+
+def test_batches_with_a_shared_beginning_are_as_fast_as_recorded():
+    tok_s = {n: shared_prompts.middle(CACHE["batch"][str(n)], "tok_s") for n in (0, 256, 1024, 8192)}
+
+    def gains(way):
+        return [tok_s[n][way] / tok_s[n]["cold"] for n in (8192, 1024)]
+
+    (long, short), both = gains("filled"), [tok_s[8192][way] for way in ("filled", "cold")]
+    words = r"is ([\d.]+) times as fast with 8,192 .*\(([\d,]+) tok/s against ([\d,]+)\), ([\d.]+) times with"
+    claim("38", words, long, *both, short)
+    claim("38", r"it is ([\d.]+) and ([\d.]+) times as fast", *gains("empty"))
+    claim("38", r"no faster at all \(([\d,]+) against ([\d,]+)\)", tok_s[256]["empty"], tok_s[256]["cold"])
+    words = r"the cache costs (\d+) % \(([\d,]+) against ([\d,]+)\)"
+    claim(
+        "38", words, 100 * (1 - tok_s[0]["filled"] / tok_s[0]["cold"]), tok_s[0]["filled"], tok_s[0]["cold"]
+    )
+    assert CACHE["batch"]["256"]["empty"]["cached_tokens"] == [0] * 7  # nothing found beside each other
+
+
+def test_a_workload_after_one_system_prompt_gains_what_was_recorded():
+    runs, (ours, theirs) = CACHE["PFX"]["runs"], one_lease("Qwen3-0.6B")["PFX 256x64 p1024+64"]
+    tok_s, (cached,) = shared_prompts.middle(runs, "tok_s"), set(runs["empty"]["cached_tokens"])
+    words = r"makes PFX ([\d.]+) times as fast .* which (\d+) of the (\d+) requests find"
+    claim(
+        "38", words, tok_s["empty"] / tok_s["cold"], cached / CACHE["PFX"]["shared"], CACHE["PFX"]["requests"]
+    )
+    claim("38", r"RoseLLM was ([\d.]+) times as fast", ours / theirs)
