@@ -105,8 +105,8 @@ def _store_likely_kernel(
     slot, wanted = tl.load(slots_ptr + row), tl.load(wanted_ptr + row)
     if slot < 0:
         return
-    round = (tl.load(rounds_ptr + slot * slot_stride) + ROUNDS - 1) % ROUNDS
-    ids_ptr = ring_ptr + round * ring_stride + slot * WORDS
+    entry = (tl.load(rounds_ptr + slot * slot_stride) + ROUNDS - 1) % ROUNDS
+    ids_ptr = ring_ptr + entry * ring_stride + slot * WORDS
     logprobs_ptr = (ids_ptr + WORDS // 2).to(tl.pointer_type(tl.float32))
     tiles = tl.arange(0, WIDTH)
     at, inside = row * TILES + tiles, tiles < TILES
