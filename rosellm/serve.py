@@ -52,9 +52,10 @@ RUNNING = prometheus.Gauge("rosellm_requests_running", "Requests that have not e
 class Call:
     """A request to the server, and the forms of its answer.
 
-    body: of a completion; a chat becomes one.
+    body: the body of a completion, into which that of a chat is turned.
     prompts: texts or token ids.
-    each: the sampling parameters of every prompt's completions.
+    each: the sampling parameters of the completions of every prompt.
+    head: what all answers have in common, and all pieces of a streamed answer.
     """
 
     def __init__(self, llm: LLM, body: Any, is_chat: bool) -> None:
@@ -71,6 +72,7 @@ class Call:
         self.head = {"id": f"cmpl-{uuid4().hex}", "created": int(time.time()), "model": body.get("model")}
 
     def _params(self, defaults: Json) -> SamplingParams:
+        """Return the sampling parameters that the body gives, and defaults for those that it does not."""
         asked = {name: self.body[name] for name in defaults if self.body.get(name) is not None}
         params = SamplingParams(**defaults | asked)
         if self.echoes and params.prompt_logprobs is None:
@@ -87,10 +89,10 @@ class Call:
     def choice(self, index: int, text: str, ids: list[int], entries: Any, output: Any = None) -> Json:
         """Return a choice or, if the answer is streamed, a piece of one.
 
-        ids, entries: tokens and their logprobs, if these are wanted.
-        output: None if the request has not ended.
+        ids, entries: the tokens, and their logprobs if these are wanted.
+        output: None while the request runs.
         """
-        if self.echoes:
+        if self.echoes:  # the answer is whole
             prompt = self.prompts[index // len(self.each)]
             text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
             ids, entries = output.prompt_token_ids + ids, entries and output.prompt_logprobs + entries
@@ -123,7 +125,10 @@ class Call:
         return tokens | {"prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in firsts)}}
 
     def _logprobs(self, ids: list[int], entries: list[Any]) -> Json:
-        """Return logprobs in OpenAI's form, of which chats and completions have one each."""
+        """Return the logprobs of tokens in OpenAI's form, of which chats and completions have one each.
+
+        entries: as in an output; None for the first token of a prompt.
+        """
         if self.is_chat:
             return {"content": [_chances(entry, self.each[0].logprobs) for entry in entries]}
         return {
@@ -134,7 +139,7 @@ class Call:
 
 
 def _of_chat(llm: LLM, body: Any) -> Json:
-    """Return what the body of a chat has in the body of a completion."""
+    """Return the fields that make the body of a chat that of a completion."""
     template = body.get("chat_template_kwargs") or {}
     _, prompts = llm.encode_chats([body.get("messages")], tools=body.get("tools") or None, **template)
     n = body.get("max_completion_tokens") or body.get("max_tokens") or llm.model_config.max_model_len
@@ -144,8 +149,8 @@ def _of_chat(llm: LLM, body: Any) -> Json:
 
 def _chances(entry: dict[int, Logprob], n: int | None) -> Json:
     """Return the logprob of a token, and of the ``n`` most likely ones, in the form of a chat."""
-    own, *_ = ones = list(map(_chance, entry.values()))
-    return own | {"top_logprobs": sorted(ones, key=lambda one: -one["logprob"])[:n]}
+    ones = [_chance(one) for one in entry.values()]
+    return ones[0] | {"top_logprobs": sorted(ones, key=lambda one: -one["logprob"])[:n]}
 
 
 def _chance(one: Any) -> Json:
@@ -184,7 +189,7 @@ class Server:
 async def _outputs(request: Request, replies: list[Reply]) -> list[RequestOutput]:
     """Return the outputs of all replies; cancel them if one fails or the client hangs up."""
     outputs = asyncio.gather(*(reply.whole() for reply in replies))
-    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # the body has been read
+    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # the body was read before
     await asyncio.wait([outputs, gone], return_when=asyncio.FIRST_COMPLETED)
     for reply in replies:
         await reply.aclose()  # without effect on those that have ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -240,7 +241,8 @@ def free(running: Running) -> bool:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_hangs_up_cancels_its_request(server, streamed):
+def test_a_client_that_hangs_up_cancels_its_request_and_logs_no_error(server, streamed, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": streamed, "n": 4, "seed": 1}
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         text = json.dumps(body)
@@ -251,6 +253,7 @@ def test_a_client_that_hangs_up_cancels_its_request(server, streamed):
         streams = list(server.state.manager._in_flight)
     assert free(server)
     assert [stream.outcome.finish_reason for stream in streams] == ["cancelled"] * 4
+    assert server.ask("GET", "/health")[0] == 200 and not caplog.records
 
 
 def test_two_hundred_streams_with_slow_readers_all_end_with_the_text_of_one(server):
