@@ -13,14 +13,13 @@ import os
 import signal
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
 import prometheus_client as prometheus
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from rosellm.command_line import OneLineParser, command, whole_number
@@ -30,25 +29,19 @@ from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.stream import Reply
+from rosellm.roseinfer.serving.stream import Reply, merged
 from rosellm.roseinfer.serving.streaming import WHOLE, StreamingManager
 
-SAMPLING = set(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "prompt_logprobs", "n"}
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-OF_THE_SERVER = ("host", "port", "api_key", "served_model_name", "max_in_flight")  # the rest are LLM's
+Json = dict[str, Any]
+ENDING = ("finish_reason", "stop_reason", "prompt_logprobs")  # what an output adds to its choice
 
 
 class KeyRefused(RoseError):
     """A request without the server's API key."""
 
 
-STATUS = {
-    KeyRefused: 401,
-    OverloadError: 429,
-    PromptError: 400,
-    SamplingError: 400,
-    CheckpointError: 400,
-}  # others: 503
+# The status of an answer by the error; of all others it is 503.
+STATUS = {KeyRefused: 401, OverloadError: 429, PromptError: 400, SamplingError: 400, CheckpointError: 400}
 ANSWERS = prometheus.Counter("rosellm_requests", "Requests by status.", ["status"])
 TOKENS = prometheus.Counter("rosellm_tokens", "Tokens of prompts and completions.", ["kind"])
 TTFT = prometheus.Histogram("rosellm_time_to_first_token_seconds", "Time to the first token.")
@@ -59,94 +52,116 @@ RUNNING = prometheus.Gauge("rosellm_requests_running", "Requests that have not e
 class Call:
     """A request to the server, and the forms of its answer.
 
-    each: sampling parameters of the completions of every prompt.
+    body: the body of a completion, into which that of a chat is turned.
+    prompts: texts or token ids.
+    each: the sampling parameters of the completions of every prompt.
+    head: what all answers have in common, and all pieces of a streamed answer.
     """
 
     def __init__(self, llm: LLM, body: Any, is_chat: bool) -> None:
         if not isinstance(body, dict):
             raise PromptError("the body is no JSON object")
-        self.llm, self.body, self.is_chat = llm, body, is_chat
-        self.prompts, self.each = [self._chat()] if is_chat else self._prompts(), self._params().each()
+        self.body = body | _of_chat(llm, body) if is_chat else body
+        self.is_chat, self.is_streamed, self.echoes = is_chat, body.get("stream"), self.body.get("echo")
+        self.tokenizer: Any = llm.served.tokenizer
+        given = self.body.get("prompt")
+        if not isinstance(given, (str, list)) or given == []:
+            raise PromptError("prompt is missing or empty; give text, token ids, or a list of these")
+        self.prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        self.each = self._params(vars(llm.get_default_sampling_params())).each()
         self.head = {"id": f"cmpl-{uuid4().hex}", "created": int(time.time()), "model": body.get("model")}
 
-    def _chat(self) -> list[int]:
-        template = self.body.get("chat_template_kwargs") or {}
-        tools = {"tools": self.body["tools"]} if self.body.get("tools") else {}
-        messages: Any = self.body.get("messages")
-        return self.llm.encode_chats([messages], **tools, **template)[1][0]
-
-    def _prompts(self) -> list[str | list[int]]:
-        given = self.body.get("prompt")
-        is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
-        prompts = [given] if is_one else given
-        if not isinstance(prompts, list) or not prompts:
-            raise PromptError("prompt is missing or empty; give text, token ids, or a list of these")
-        return prompts
-
-    def _params(self) -> SamplingParams:
-        body, params = self.body, self.llm.get_default_sampling_params()
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        params.max_tokens = most if most is not None or self.is_chat else params.max_tokens
-        for name in SAMPLING & {name for name, value in body.items() if value is not None}:
-            setattr(params, name, body[name])
-        asked, params.n = body.get("logprobs"), body.get("n") or 1
-        params.logprobs = asked if not self.is_chat else (body.get("top_logprobs") or 0) if asked else None
-        params.check()
+    def _params(self, defaults: Json) -> SamplingParams:
+        """Return the sampling parameters that the body gives, and defaults for those that it does not."""
+        asked = {name: self.body[name] for name in defaults if self.body.get(name) is not None}
+        params = SamplingParams(**defaults | asked)
+        if self.echoes and params.prompt_logprobs is None:
+            params.prompt_logprobs = params.logprobs
+        if self.is_streamed and (self.echoes or params.prompt_logprobs is not None):
+            raise SamplingError("echo and prompt_logprobs are not streamed")
         return params
 
-    def chunk(self, index: int, text: str, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
-        """Return a piece of a streamed answer."""
-        content = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
-        return self.whole(
-            [{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}], ".chunk"
-        )
+    def whole(self, outputs: list[RequestOutput]) -> Json:
+        """Return an answer that is not streamed."""
+        choices = [self.choice(i, o.text or "", o.token_ids, o.logprobs, o) for i, o in enumerate(outputs)]
+        return self.answer(choices, self.usage(outputs))
 
-    def answer(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole answer."""
-        choices = []
-        for index, output in enumerate(outputs):
-            text = {"message": {"role": "assistant", "content": output.text}}
-            content = {"index": index, **(text if self.is_chat else {"text": output.text})}
-            chances = None if output.logprobs is None else self.logprobs(output.logprobs)
-            end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            choices.append({**content, "logprobs": chances, **end})
-        return self.whole(choices) | {"usage": self.usage(outputs)}
+    def choice(self, index: int, text: str, ids: list[int], entries: Any, output: Any = None) -> Json:
+        """Return a choice or, if the answer is streamed, a piece of one.
 
-    def whole(self, choices: list[dict[str, Any]], kind: str = "") -> dict[str, Any]:
-        name = f"chat.completion{kind}" if self.is_chat else "text_completion"
-        return self.head | {"object": name, "choices": choices}
+        ids, entries: the tokens, and their logprobs if these are wanted.
+        output: None while the request runs.
+        """
+        if self.echoes:  # the answer is whole
+            prompt = self.prompts[index // len(self.each)]
+            text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
+            ids, entries = output.prompt_token_ids + ids, entries and output.prompt_logprobs + entries
+        content: Json = {"text": text}
+        if self.is_chat:
+            message = {"message": {"role": "assistant", "content": text}}
+            content = {"delta": {"content": text}} if self.is_streamed else message
+        logprobs = self._logprobs(ids, entries) if entries else None
+        end = {name: getattr(output, name, None) for name in ENDING}
+        return {"index": index, **content, "logprobs": logprobs, **end}
 
-    def usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Count the tokens of an answer, whose prompts have ``len(each)`` completions each."""
-        firsts = outputs[:: len(self.each)]
+    def answer(self, choices: list[Json], usage: Json | None = None) -> Json:
+        """Return an answer or a piece of one."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if self.is_streamed else "chat.completion"
+        return self.head | {"object": kind, "choices": choices, "usage": usage}
+
+    def usage(self, outputs: list[RequestOutput]) -> Json:
+        """Return the number of tokens of a complete answer, and add it to the metrics."""
+        firsts = outputs[:: len(self.each)]  # one for each prompt
         n_prompt, n_new = sum(len(o.prompt_token_ids) for o in firsts), sum(len(o.token_ids) for o in outputs)
+        ANSWERS.labels(200).inc()
+        TOKENS.labels("prompt").inc(n_prompt)
+        TOKENS.labels("completion").inc(n_new)
+        for output in outputs:
+            TTFT.observe(output.metrics.ttft or 0.0)
+            LATENCY.observe(output.metrics.latency or 0.0)
         tokens = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
         return tokens | {"prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in firsts)}}
 
-    def logprobs(self, entries: list[dict[int, Logprob]]) -> dict[str, Any]:
-        """Return logprobs in OpenAI's form, of which chats and completions have one each."""
-        own, n = [list(entry.values()) for entry in entries], self.each[0].logprobs or 0
+    def _logprobs(self, ids: list[int], entries: list[Any]) -> Json:
+        """Return the logprobs of tokens in OpenAI's form, of which chats and completions have one each.
+
+        entries: as in an output; None for the first token of a prompt.
+        """
         if self.is_chat:
-            ranked = [(entry[0], sorted(entry, key=lambda one: one.rank)[:n]) for entry in own]
-            return {"content": [_chance(o) | {"top_logprobs": list(map(_chance, top))} for o, top in ranked]}
+            return {"content": [_chances(entry, self.each[0].logprobs) for entry in entries]}
         return {
-            "tokens": [first.decoded_token for first, *_ in own],
-            "token_logprobs": [first.logprob for first, *_ in own],
-            "top_logprobs": [{one.decoded_token: one.logprob for one in entry} for entry in own],
+            "tokens": [self.tokenizer.token_text(token) for token in ids],
+            "token_logprobs": [e and e[token].logprob for token, e in zip(ids, entries, strict=True)],
+            "top_logprobs": [e and {one.decoded_token: one.logprob for one in e.values()} for e in entries],
         }
 
 
-def _chance(one: Logprob) -> dict[str, Any]:
-    text = one.decoded_token or ""
-    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+def _of_chat(llm: LLM, body: Any) -> Json:
+    """Return the fields that make the body of a chat that of a completion."""
+    template = body.get("chat_template_kwargs") or {}
+    _, prompts = llm.encode_chats([body.get("messages")], tools=body.get("tools") or None, **template)
+    n = body.get("max_completion_tokens") or body.get("max_tokens") or llm.model_config.max_model_len
+    logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    return {"prompt": prompts, "max_tokens": n, "logprobs": logprobs, "echo": False}
+
+
+def _chances(entry: dict[int, Logprob], n: int | None) -> Json:
+    """Return the logprob of a token, and of the ``n`` most likely ones, in the form of a chat."""
+    ones = [_chance(one) for one in entry.values()]
+    return ones[0] | {"top_logprobs": sorted(ones, key=lambda one: -one["logprob"])[:n]}
+
+
+def _chance(one: Any) -> Json:
+    return {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(one.decoded_token.encode())}
 
 
 class Server:
     """The engine behind the routes; ``options`` are those of the command."""
 
     def __init__(self, llm: LLM, options: Namespace) -> None:
-        self.llm, self.name = llm, options.served_model_name or options.model
-        self.key = options.api_key or os.environ.get("ROSELLM_API_KEY")
+        self.llm, self.key, self.name = llm, options.api_key, options.served_model_name or options.model
         self.manager = StreamingManager(llm, SchedulerConfig(max_in_flight=options.max_in_flight))
         RUNNING.set_function(lambda: self.manager.n_in_flight)
 
@@ -156,113 +171,79 @@ class Server:
         if self.key and request.url.path != "/health" and not hmac.compare_digest(given, self.key.encode()):
             raise KeyRefused("wrong or no API key")
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Any:
         """Answer a chat or a completion, whole or as a stream of events."""
         try:
             body = json.loads(await request.body())
         except ValueError:
             raise PromptError("the body is no valid JSON") from None
         call = await asyncio.to_thread(Call, self.llm, body, "chat" in request.url.path)
-        interval = None if body.get("stream") else WHOLE
+        interval = 1 if call.is_streamed else WHOLE
         jobs = [(prompt, own, interval) for prompt in call.prompts for own in call.each]
         replies = [self.manager.stream(*job).start() for job in jobs]  # all of them, or an error
-        if body.get("stream"):
-            return StreamingResponse(self._events(call, replies), media_type="text/event-stream")
-        try:
-            outputs = await unless_gone(request, asyncio.gather(*(reply.whole() for reply in replies)))
-        finally:
-            for reply in replies:
-                await reply.aclose()
-        _count(outputs)
-        ANSWERS.labels(200).inc()
-        return JSONResponse(call.answer(outputs))
-
-    async def _events(self, call: Call, replies: list[Reply]) -> AsyncIterator[str]:
-        """Yield the pieces of all replies as they arrive; a reader that goes away cancels them."""
-        pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        readers = [asyncio.create_task(_read(call, *one, pieces)) for one in enumerate(replies)]
-        try:
-            for _ in readers:
-                while (piece := await pieces.get()) is not None:
-                    yield f"data: {json.dumps(piece)}\n\n"
-            outputs = [o for reply in replies if isinstance(o := reply.stream.outcome, RequestOutput)]
-            _count(outputs)
-            if (call.body.get("stream_options") or {}).get("include_usage"):
-                yield f"data: {json.dumps(call.whole([], '.chunk') | {'usage': call.usage(outputs)})}\n\n"
-            ANSWERS.labels(200).inc()
-            yield "data: [DONE]\n\n"
-        finally:
-            for reader in readers:
-                reader.cancel()
+        if call.is_streamed:
+            return StreamingResponse(_events(call, replies), media_type="text/event-stream")
+        return call.whole(await _outputs(request, replies))
 
 
-async def _read(call: Call, index: int, reply: Reply, pieces: asyncio.Queue) -> None:
-    """Put the chunks of one reply into ``pieces``, then None."""
-    known = 0
+async def _outputs(request: Request, replies: list[Reply]) -> list[RequestOutput]:
+    """Return the outputs of all replies; cancel them if one fails or the client hangs up."""
+    outputs = asyncio.gather(*(reply.whole() for reply in replies))
+    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # the body was read before
+    await asyncio.wait([outputs, gone], return_when=asyncio.FIRST_COMPLETED)
+    for reply in replies:
+        await reply.aclose()  # without effect on those that have ended
+    if not outputs.done():
+        raise HTTPException(499, "the client hung up")
+    gone.cancel()
+    return await outputs
+
+
+async def _events(call: Call, replies: list[Reply]) -> AsyncIterator[str]:
+    """Yield the pieces of all replies, in the order in which they arrive."""
+    n_sent = [0] * len(replies)  # logprobs
     try:
-        async for text in reply:
-            fresh = (reply.stream.sequence.logprobs or [])[known:]  # may be ahead of the text
-            known += len(fresh)
-            entries = decoded_logprobs(fresh, call.llm.served.tokenizer)
-            pieces.put_nowait(call.chunk(index, text, None, call.logprobs(entries) if fresh else None))
-        pieces.put_nowait(call.chunk(index, "", reply.output.finish_reason))
+        async for index, text in merged(replies):
+            reply = replies[index]
+            new = (reply.stream.sequence.logprobs or [])[n_sent[index] :]  # may be ahead of the text
+            n_sent[index] += len(new)
+            ids, entries = [own[0][0] for own in new], decoded_logprobs(new, call.tokenizer)
+            choice = call.choice(index, text or "", ids, entries, reply.output if text is None else None)
+            yield f"data: {json.dumps(call.answer([choice]))}\n\n"
+        usage = call.usage([reply.output for reply in replies])
+        if (call.body.get("stream_options") or {}).get("include_usage"):
+            yield f"data: {json.dumps(call.answer([], usage))}\n\n"
+        yield "data: [DONE]\n\n"
     except RoseError as error:
-        pieces.put_nowait(_error(error))
-    finally:
-        pieces.put_nowait(None)
-        await reply.aclose()
+        yield f"data: {json.dumps(_error(error))}\n\n"
 
 
-def _count(outputs: list[RequestOutput]) -> None:
-    for output in outputs:
-        TOKENS.labels("prompt").inc(len(output.prompt_token_ids))
-        TOKENS.labels("completion").inc(len(output.token_ids))
-        TTFT.observe(output.metrics.ttft or 0.0)
-        LATENCY.observe(output.metrics.latency or 0.0)
-
-
-async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Wait for ``work``; cancel it if the client hangs up."""
-    task = asyncio.ensure_future(work)
-    while not (await asyncio.wait({task}, timeout=0.2))[0]:
-        if await request.is_disconnected():
-            task.cancel()
-    return await task
-
-
-def _error(error: RoseError) -> dict[str, Any]:
+def _error(error: RoseError) -> Json:
     """Return an error in OpenAI's form."""
     code = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
+    ANSWERS.labels(code).inc()
     return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
 
 
 def build_app(server: Server) -> FastAPI:
-    """Return the application; it closes the server's manager when it shuts down."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        server.manager.close()
-
-    app = FastAPI(title="RoseLLM", lifespan=lifespan, dependencies=[Depends(server.check_key)])
+    """Return the application, which does not close the server's manager."""
+    app = FastAPI(title="RoseLLM", dependencies=[Depends(server.check_key)])
     app.post("/v1/completions")(server.answer)
     app.post("/v1/chat/completions")(server.answer)
 
     @app.exception_handler(RoseError)
     async def refuse(_: Request, error: RoseError) -> Response:
         told = _error(error)
-        ANSWERS.labels(told["error"]["code"]).inc()
         return JSONResponse(told, told["error"]["code"])
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        limit = server.llm.model_config.max_model_len
-        one = {"id": server.name, "object": "model", "owned_by": "rosellm", "max_model_len": limit}
-        return {"object": "list", "data": [one]}
+    async def models() -> Json:
+        one = {"id": server.name, "object": "model", "owned_by": "rosellm"}
+        return {"object": "list", "data": [one | {"max_model_len": server.llm.model_config.max_model_len}]}
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({}, 200 if server.manager.is_open else 503)
+        return Response(status_code=200 if server.manager.is_open else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -277,22 +258,23 @@ def run(argv: list[str] | None) -> None:
     add("model", nargs="?", default=SHIPPED, help="shipped model, folder or hub id")
     add("--host", default="127.0.0.1", help="another one requires an API key")
     add("--port", type=whole_number(0, 65535), default=8000)
-    add("--api-key", metavar="KEY", help="default: the environment variable ROSELLM_API_KEY, or none")
+    add("--api-key", default=os.environ.get("ROSELLM_API_KEY"), help="default: $ROSELLM_API_KEY, or none")
     add("--served-model-name", metavar="NAME", help="default: the model's name")
     add("--max-in-flight", type=whole_number(1), default=1024, help="requests beyond are answered with 429")
-    add("--dtype", default="auto")
-    add("--device", default="auto")
-    add("--load-format", default="auto")
+    for name in ("--dtype", "--device", "--load-format"):
+        add(name, default="auto")
     add("--max-model-len", type=whole_number(1))
     add("--max-num-seqs", type=whole_number(1), default=256)
     add("--tensor-parallel-size", type=whole_number(1), default=1)
     options = parser.parse_args(argv)
-    if options.host not in LOOPBACK and not (options.api_key or os.environ.get("ROSELLM_API_KEY")):
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
         raise OptionError(f"host {options.host} can be reached from elsewhere; set --api-key")
-    own = {name: value for name, value in vars(options).items() if name not in OF_THE_SERVER}
-    llm = LLM(prefix_cache=True, **own)
+    of_the_server = ("host", "port", "api_key", "served_model_name", "max_in_flight")  # the rest are LLM's
+    own = {name: value for name, value in vars(options).items() if name not in of_the_server}
+    server = Server(LLM(prefix_cache=True, **own), options)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then raises the signal again
-    uvicorn.run(build_app(Server(llm, options)), host=options.host, port=options.port, log_level="warning")
+    with server.manager:
+        uvicorn.run(build_app(server), host=options.host, port=options.port, log_level="warning")
 
 
 main = command(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -21,9 +23,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rosellm import LLM, SamplingParams
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.serve import Server, build_app, main
+from tests.test_clients import client, instances
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 PROMPT = "import os\n"
@@ -66,6 +71,7 @@ class Running:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
+        self.state.manager.close()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Running]:
-    expected = llm.generate(PROMPT, SamplingParams(**GREEDY), use_tqdm=False)[0]  # before the manager has it
+    params = SamplingParams(**GREEDY, prompt_logprobs=2)
+    expected = llm.generate(PROMPT, params, use_tqdm=False)[0]  # before the manager has it
     running = Running(llm)
     running.expected = expected
     yield running
@@ -115,6 +122,52 @@ def test_logprobs_are_those_of_the_engine(server, llm, streamed):
     assert all(len(top) in (2, 3) for chunk in chunks if chunk for top in chunk.top_logprobs)
 
 
+@pytest.mark.parametrize("form", ["text", "token ids"])
+def test_an_echo_begins_with_the_prompt_and_its_logprobs_the_first_of_which_is_null(server, form):
+    ids, count = server.expected.prompt_token_ids, len(server.expected.prompt_token_ids) + 8
+    prompt = PROMPT if form == "text" else ids
+    given = {"model": "m", "prompt": prompt, "logprobs": 2, "echo": True, **GREEDY}
+    (choice,) = server.client().completions.create(**given).choices
+    found, known = choice.logprobs, [one and list(one.values()) for one in server.expected.prompt_logprobs]
+    assert choice.text == "".join(found.tokens) == PROMPT + server.expected.text
+    assert len(found.token_logprobs) == len(found.top_logprobs) == count
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    expected = [one[0].logprob for one in known[1:]]
+    assert found.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    assert found.top_logprobs[1].keys() == {one.decoded_token for one in known[1]}
+
+
+def test_logprobs_of_the_prompt_have_the_form_of_vllm(server):
+    given = {"model": "m", "prompt": PROMPT, "extra_body": {"prompt_logprobs": 2}, **GREEDY}
+    (choice,) = server.client().completions.create(**given).choices
+    first, *rest = server.expected.prompt_logprobs
+    expected = [{str(token): asdict(one) for token, one in entry.items()} for entry in rest]
+    assert choice.prompt_logprobs[0] is first is None and choice.logprobs is None
+    for found, entry in zip(choice.prompt_logprobs[1:], expected, strict=True):
+        assert found == {token: pytest.approx(one, abs=1e-4) for token, one in entry.items()}
+
+
+@client("lm_eval")
+def test_the_harness_measures_the_likelihoods_of_transformers(server):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    folder = checkpoint_folder(SHIPPED)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    likely = server.client().completions.create(model="m", prompt="def main(", temperature=0, max_tokens=3)
+    pairs = [("def main(", text) for text in (likely.choices[0].text, "self):\n    return", ")")]
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    harness = LocalCompletionsAPI(url, "huggingface", model="m", tokenizer=str(folder), batch_size=2)
+    measured = harness.loglikelihood(instances("loglikelihood", pairs))
+    assert [is_greedy for _, is_greedy in measured][:2] == [True, False]
+    for (context, continuation), (likelihood, is_greedy) in zip(pairs, measured, strict=True):
+        n = len(tokenizer(context).input_ids)
+        ids = tokenizer(context + continuation, return_tensors="pt").input_ids
+        logprobs, new = model(ids).logits[0, n - 1 : -1].log_softmax(-1), ids[0, n:]
+        assert likelihood == pytest.approx(logprobs.gather(1, new[:, None]).sum().item(), abs=1e-4)
+        assert is_greedy == bool((logprobs.argmax(-1) == new).all())
+
+
 def test_stop_strings_several_prompts_and_token_ids_are_served(server, llm):
     ids = server.expected.prompt_token_ids
     prompts = [ids, ids, [9]]
@@ -150,6 +203,8 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("completions", '{"prompt": "a", "n": 0.5}', "n is 0.5"),
         ("completions", '{"prompt": "a", "structured_outputs": {"regex": "a"}}', "are not supported"),
         ("completions", '{"prompt": [999999]}', "not in the vocabulary"),
+        ("completions", '{"prompt": "a", "echo": true, "stream": true}', "not streamed"),
+        ("completions", '{"prompt": "a", "prompt_logprobs": 0, "stream": true}', "not streamed"),
         ("chat/completions", '{"messages": "hello"}', "messages are 'hello'"),
         ("chat/completions", '{"messages": [{"role": "user"}]}', "message 0"),
         ("chat/completions", '{"messages": [{"role": "user", "content": "x"}]}', "no chat template"),
@@ -186,7 +241,8 @@ def free(running: Running) -> bool:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_hangs_up_cancels_its_request(server, streamed):
+def test_a_client_that_hangs_up_cancels_its_request_and_logs_no_error(server, streamed, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": streamed, "n": 4, "seed": 1}
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         text = json.dumps(body)
@@ -197,6 +253,7 @@ def test_a_client_that_hangs_up_cancels_its_request(server, streamed):
         streams = list(server.state.manager._in_flight)
     assert free(server)
     assert [stream.outcome.finish_reason for stream in streams] == ["cancelled"] * 4
+    assert server.ask("GET", "/health")[0] == 200 and not caplog.records
 
 
 def test_two_hundred_streams_with_slow_readers_all_end_with_the_text_of_one(server):

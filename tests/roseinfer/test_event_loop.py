@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import PromptError
+from rosellm.errors import PromptError, SamplingError
+from rosellm.roseinfer.serving.stream import merged
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 
 PROMPTS = ["import os\n", "def main(", "class "]
@@ -64,6 +65,41 @@ def test_many_coroutines_stream_at_once_and_none_starves(llm, texts):
     assert order[:12] != sorted(order[:12])  # pieces of one come between those of another
     assert max(order[: len(order) // 4]) < N_STREAMS // 2  # requests that wait do not hold up those that run
     assert generate(llm, PROMPTS[0]) == texts[0]  # the engine is free again
+
+
+def test_a_coroutine_reads_several_replies_as_their_pieces_arrive_and_learns_each_end(llm, texts):
+    async def main() -> list[tuple[int, str | None]]:
+        with StreamingManager(llm) as manager:
+            pieces = [one async for one in merged([manager.stream(prompt, GREEDY) for prompt in PROMPTS])]
+            assert not manager._streams
+            return pieces
+
+    pieces = asyncio.run(main())
+    own = [[piece for index, piece in pieces if index == i] for i in range(len(PROMPTS))]
+    assert ["".join(texts) for *texts, _ in own] == texts and all(one[-1] is None for one in own)
+    assert {index for index, _ in pieces[:6]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("end", ["a reply fails", "the reader goes away"])
+def test_the_replies_that_a_coroutine_reads_together_are_cancelled_together(llm, end):
+    async def main() -> None:
+        with StreamingManager(llm) as manager:
+            replies = [manager.stream(prompt, ENDLESS).start() for prompt in PROMPTS]
+            streams, pieces = [reply.stream for reply in replies], merged(replies)
+            assert await anext(pieces)
+            if end == "a reply fails":
+                manager._orders.put(lambda: manager._end(streams[1], SamplingError("no token")))
+                with pytest.raises(SamplingError, match="no token"):
+                    async for _ in pieces:
+                        pass
+            else:
+                await pieces.aclose()
+            for stream in streams[::2]:
+                assert await asyncio.to_thread(stream.ended.wait, 60)
+                assert stream.outcome.finish_reason == "cancelled"
+            assert not manager._streams
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("leave", ["close", "cancel"])

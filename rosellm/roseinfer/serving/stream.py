@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -215,3 +215,26 @@ class Reply:
     def output(self) -> RequestOutput:
         """The request's output, once it has been read to its end; raises the request's error, if any."""
         return self.stream.output()
+
+
+async def merged(replies: list[Reply]) -> AsyncIterator[tuple[int, str | None]]:
+    """Yield the pieces of several replies as they arrive, each with the index of its reply.
+
+    A reply's last piece is None. If one fails or the reader goes away, all of them are cancelled.
+    """
+    pieces: asyncio.Queue[tuple[int, str | None] | None] = asyncio.Queue()
+
+    async def read(index: int, reply: Reply) -> None:
+        async for piece in reply:
+            pieces.put_nowait((index, piece))
+        pieces.put_nowait((index, None))
+
+    reading = asyncio.gather(*(read(*one) for one in enumerate(replies)))
+    reading.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await reading
+    finally:
+        for reply in replies:
+            await reply.aclose()
