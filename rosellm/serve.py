@@ -140,8 +140,8 @@ class Call:
 
 def _of_chat(llm: LLM, body: Any) -> Json:
     """Return the fields that make the body of a chat that of a completion."""
-    template = body.get("chat_template_kwargs") or {}
-    _, prompts = llm.encode_chats([body.get("messages")], tools=body.get("tools") or None, **template)
+    options = {"tools": body.get("tools") or None, "chat_template_kwargs": body.get("chat_template_kwargs")}
+    _, prompts = llm.encode_chats([body.get("messages")], **options)
     n = body.get("max_completion_tokens") or body.get("max_tokens") or llm.model_config.max_model_len
     logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     return {"prompt": prompts, "max_tokens": n, "logprobs": logprobs, "echo": False}
@@ -175,7 +175,7 @@ class Server:
         """Answer a chat or a completion, whole or as a stream of events."""
         try:
             body = json.loads(await request.body())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PromptError("the body is no valid JSON") from None
         call = await asyncio.to_thread(Call, self.llm, body, "chat" in request.url.path)
         interval = 1 if call.is_streamed else WHOLE

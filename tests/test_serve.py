@@ -205,6 +205,8 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("completions", '{"prompt": [999999]}', "not in the vocabulary"),
         ("completions", '{"prompt": "a", "echo": true, "stream": true}', "not streamed"),
         ("completions", '{"prompt": "a", "prompt_logprobs": 0, "stream": true}', "not streamed"),
+        ("completions", "[" * 100_000, "no valid JSON"),
+        ("chat/completions", '{"messages": [], "chat_template_kwargs": 3}', "chat_template_kwargs is 3"),
         ("chat/completions", '{"messages": "hello"}', "messages are 'hello'"),
         ("chat/completions", '{"messages": [{"role": "user"}]}', "message 0"),
         ("chat/completions", '{"messages": [{"role": "user", "content": "x"}]}', "no chat template"),

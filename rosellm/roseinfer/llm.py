@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from tqdm import tqdm
 
-from rosellm.errors import CheckpointError, LongPromptError, OptionError, RecipeError, RoseError, describe
+from rosellm.errors import (
+    CheckpointError,
+    LongPromptError,
+    OptionError,
+    PromptError,
+    RecipeError,
+    RoseError,
+    describe,
+)
 from rosellm.models.chat import Message, hf_tokenizer, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, sampling_defaults
 from rosellm.roseinfer.cache.limits import Limits
@@ -258,17 +266,24 @@ class LLM:
             raise OptionError("lora_request: LoRA adapters are not supported; merge them into the model")
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
-        options = {"continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
         given = {"tools": tools, "chat_template": chat_template}
-        options |= {name: value for name, value in given.items() if value is not None}
-        texts, ids = self.encode_chats(many, add_generation_prompt, **options)
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        options |= {"continue_final_message": continue_final_message}
+        texts, ids = self.encode_chats(many, add_generation_prompt, chat_template_kwargs, **options)
         return self._complete(texts, ids, sampling_params, use_tqdm)
 
     def encode_chats(
-        self, conversations: list[list[Message]], add_generation_prompt: bool = True, **options: Any
+        self,
+        conversations: list[list[Message]],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
     ) -> tuple[list[str], list[list[int]]]:
-        """Return conversations as rendered by ``render_chat``, and as token ids."""
-        folder = self._tokenizer_folder
+        """Return conversations as rendered by ``render_chat``, and as token ids; raise its errors."""
+        own, folder = chat_template_kwargs or {}, self._tokenizer_folder
+        if not isinstance(own, dict):
+            raise PromptError(f"chat_template_kwargs is {describe(own)}; give a dictionary")
+        options |= own
         texts = [render_chat(folder, one, add_generation_prompt, **options) for one in conversations]
         return texts, each_encoded(partial(self.served.encode_many, special=False), texts)
 

@@ -153,8 +153,9 @@ def test_prompts_may_be_dictionaries(llm, form):
     ids = llm.engine.tokenizer.encode("hello")
     form = [{"prompt_token_ids": ids}] if form == [{"prompt_token_ids": None}] else form
     assert run(llm, form)[0].token_ids == run(llm, [ids])[0].token_ids
-    with pytest.raises(PromptError, match="prompt 0"):
-        run(llm, [{"text": "hello"}])
+    for other in ({"text": "hello"}, {"prompt": "hello", "multi_modal_data": {"image": 1}}):
+        with pytest.raises(PromptError, match="only prompt and prompt_token_ids are supported"):
+            run(llm, [other])
     with pytest.raises(OptionError, match="LoRA"):
         run(llm, "hello", lora_request=1)
 

@@ -118,9 +118,17 @@ def _numbered(index: int, n_prompts: int) -> Iterator[None]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """Return the text or token ids in a dictionary of vLLM's form; return anything else unchanged."""
+    """Return the text or token ids in a dictionary of vLLM's form; return anything else unchanged.
+
+    Raises ``PromptError`` if the dictionary has anything else that is not empty.
+    """
     if not isinstance(prompt, Mapping):
         return prompt
+    for name in prompt.keys() - {"prompt", "prompt_token_ids"}:
+        if prompt[name]:  # vLLM's others, such as multi_modal_data
+            raise PromptError(
+                f"a prompt has {describe(name)}; only prompt and prompt_token_ids are supported"
+            )
     ids = prompt.get("prompt_token_ids")
     return prompt.get("prompt") if ids is None else ids
 
