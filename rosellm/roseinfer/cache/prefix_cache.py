@@ -49,8 +49,9 @@ class PrefixCache:
 
         The last token is never matched, since it must be computed to choose the next one.
         """
-        entry, n_matched = self._usable(tokens)
-        return (n_matched, self._first_blocks(self._entries[entry], n_matched)) if n_matched else (0, [])
+        entry, n_common = self._nearest(tuple(tokens))
+        n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
+        return (n_matched, self._first_blocks(self._entries[entry], n_matched)) if n_matched > 0 else (0, [])
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
         """Return what :meth:`look_up` returns, for a caller that becomes a holder of the blocks.
@@ -58,11 +59,10 @@ class PrefixCache:
         If the last block holds more tokens than were matched, it is cloned; if no block is free for the
         clone, even after eviction, only full blocks are matched.
         """
-        entry, n_matched = self._usable(tokens)
+        n_matched, block_ids = self.look_up(tokens)
         if not n_matched:
             return 0, []
-        block_ids = self._first_blocks(self._entries[entry], n_matched)
-        self._refresh(entry)
+        self._refresh(self._nearest(tuple(tokens))[0])
         self.blocks.incref_blocks(block_ids)
         n_matched = self._own_tail(block_ids, n_matched)
         self.hits += n_matched > 0
@@ -111,11 +111,6 @@ class PrefixCache:
         """Evict all entries."""
         for entry in list(self._entries):
             self._evict(entry)
-
-    def _usable(self, tokens: SequenceOf[int]) -> tuple[Tokens, int]:
-        """Return the nearest entry, and how many of its tokens a request for ``tokens`` can use."""
-        entry, n_common = self._nearest(tuple(tokens))
-        return entry, max(min(n_common, len(tokens) - 1) // self.alignment * self.alignment, 0)
 
     def _nearest(self, tokens: Tokens) -> tuple[Tokens, int]:
         """Return the entry that shares the longest prefix with ``tokens``, and the length of that prefix."""
