@@ -153,7 +153,7 @@ REQUESTS = [
     row(asked([[1], "x\ud800y", "a"]), PromptError, "prompt 1: text 'x\\ud800y' cannot be encoded"),
     row(asked([[np.int64(3)], [np.float32(3)]]), PromptError, "prompt 1: token id 3.0 is of type float"),
     row(asked(torch.tensor(1)), PromptError, "prompts is tensor(1)", "give text"),
-    row(asked({"text": "a"}), PromptError, "prompt 0 is {'text': 'a'}", "give text"),
+    row(asked({"text": "a"}), PromptError, "a prompt has 'text'", "only prompt and prompt_token_ids"),
     row(asked([b"a"]), PromptError, "prompt 0 is b'a'", "give text"),
     row(asked([[1], [True]]), PromptError, "prompt 1: token id True is of type bool; it must be an int"),
     row(asked([[1], [-1]]), PromptError, "prompt 1: token id -1", "vocabulary of 300"),
