@@ -146,12 +146,14 @@ class Replica:
     def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
         """Run the engine for ``seconds``, or until no request is left; return what the requests gained.
 
-        orders: requests to begin first.
+        orders: requests to begin first; those with equal prompts share their prefill.
         cancelled: ids of requests to cancel first; unknown ids are ignored.
         """
         scheduler = self._scheduler
+        firsts: dict[tuple[int, ...], Sequence] = {}
         for order in orders:
             sequence = scheduler.engine.make_sequence(order.prompt, order.params)
+            sequence.share_prefill(firsts.setdefault(tuple(order.prompt), sequence))
             sequence.resume(order.known, order.logprobs)
             scheduler.submit(sequence)
             self._running[order.request_id] = _Running(sequence, len(sequence.tokens))

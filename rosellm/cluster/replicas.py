@@ -133,7 +133,7 @@ class Replicas(Owned):
     ) -> list[RequestOutput]:
         """Serve the requests and return their outputs, in the order of ``prompts`` (see :func:`run_all`).
 
-        firsts: without effect; replicas may run equal prompts apart.
+        firsts: without effect; each replica prefills the equal prompts that it is sent once.
 
         Raises ``ClusterError`` if all replicas have died and none comes back.
         """

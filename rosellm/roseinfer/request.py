@@ -132,6 +132,12 @@ class Sequence:
         """Return whether caching ``chunk`` more tokens completes the prefill."""
         return chunk == self.n_to_prefill
 
+    def share_prefill(self, first: Sequence) -> None:
+        """Start once ``first``, which has the same prompt, has cached it; ``first`` may be this sequence."""
+        if first is not self:
+            self.parent = first
+            first.n_siblings += 1
+
     @property
     def waits_for_parent(self) -> bool:
         """Whether its prompt is about to be cached by the first completion of the same prompt."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.cluster import seats as seats_module
+from rosellm.cluster.replica import Order, Replica
 from rosellm.errors import BusyError, CheckpointError, ClusterError, PromptError, RankError, RoseError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
@@ -18,7 +19,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, run_all
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.cluster.inline_ray import Call, InlineFleet, InlineRay
-from tests.helpers import random_model, random_prompts, small_config
+from tests.helpers import random_model, random_prompts, small_config, small_engine
 from tests.soak.fake_step import EOS, Letters, fake_engine, poison, tokens_after
 
 WORDS = "hello world, here is some text to learn from, with words and words"
@@ -45,6 +46,17 @@ requests = st.lists(
     min_size=1,
     max_size=12,
 )
+
+
+def test_a_replica_prefills_equal_prompts_that_come_together_once():
+    prompt, params = random_prompts([40])[0], [SamplingParams(max_tokens=5, seed=i) for i in range(3)]
+    replica = Replica("", 1, {})
+    replica.take(SchedulerConfig(), small_engine(random_model(0)))
+    orders = [Order(i, prompt, own, [], None) for i, own in enumerate(params)]
+    gains = replica.advance(orders, [], 60.0).gains
+    assert [gains[i].num_cached_tokens for i in range(3)] == [0, 39, 39]
+    outputs = OfflineScheduler(small_engine(random_model(0))).run([prompt] * 3, params)
+    assert [gains[i].tokens for i in range(3)] == [output.token_ids for output in outputs]
 
 
 @settings(max_examples=70, deadline=None, derandomize=True, database=None)

@@ -70,9 +70,7 @@ class Scheduler(ABC):
         check_prompts(prompts)
         sequences = each_made(self.engine.make_sequence, prompts, params)
         for sequence, first in zip(sequences, firsts or [], strict=False):
-            if sequences[first] is not sequence:
-                sequence.parent = sequences[first]
-                sequences[first].n_siblings += 1
+            sequence.share_prefill(sequences[first])
         for sequence in sorted(sequences, key=lambda one: one.parent is not None):  # siblings last
             self.submit(sequence)
         return [sequence.request_id for sequence in sequences]
