@@ -69,7 +69,7 @@ def test_results_come_in_order_with_the_tokens_of_the_model(llm):
     [
         ({"deterministic": True}, lambda llm: llm.engine.recipe.numerics == "invariant"),
         ({"recipe": Recipe(norm="fused")}, lambda llm: (llm.engine.recipe.norm, llm.rung) == ("fused", None)),
-        ({"prefix_cache": True}, lambda llm: llm.engine.prefix_cache.hit_tokens == 3 * 20),
+        ({"prefix_cache": True}, lambda llm: llm.engine.prefix_cache.hit_tokens == 4 * 20),
         ({}, lambda llm: llm.engine.prefix_cache is None),
     ],
     ids=["deterministic", "recipe", "prefix_cache", "none"],

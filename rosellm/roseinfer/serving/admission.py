@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Literal
 
 from rosellm.errors import RoseError, describe
 from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens
 from rosellm.roseinfer.request import Sequence
 
 POLICIES = ("fifo", "pack")
@@ -27,8 +29,8 @@ class SchedulerConfig:
     prefill_chunk: the token budget of iterations in which requests decode; None means
         ``prefill_token_budget``. Every iteration decodes first, so between two of its tokens a running
         request waits for at most one chunk of a long prompt.
-    admission_policy: "fifo" admits strictly in order of arrival; "pack" admits the shortest prompts among the
-        first ``pack_lookahead`` waiting ones.
+    admission_policy: "fifo" admits in order of arrival; "pack" admits the shortest prompts among the first
+        ``pack_lookahead`` waiting ones. Both pass over requests that wait for another one's prefill.
     fifo_every: with "pack", one in this many iterations that admit requests does so in fifo order, to prevent
         starvation.
     max_in_flight: maximum number of waiting and active requests together; None means no limit.
@@ -66,27 +68,38 @@ class Room:
     prefilling: the running sequences whose prompts are not fully cached yet.
     free: number of blocks that are free or held only by the prefix cache, minus the blocks that
         ``prefilling`` will take.
+    prefix_cache: where requests find the prompts of others; None if they do not. With it, a request waits
+        while another one computes the block that it would compute next, until that one is cached.
 
     A request is always admitted if it and all admitted requests can grow to full length together. Beyond
     that, admission is optimistic, since requests may end early: there must be blocks for the tokens to be
     computed, and one more free block per running sequence, so that a new request is not preempted at once.
     """
 
-    def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
-        self.budget, self.n_active = budget, n_active
+    def __init__(
+        self, budget: BlockBudget, n_active: int, prefilling: list[Sequence], prefix_cache: PrefixCache | None
+    ) -> None:
+        self.budget, self.n_active, self.prefix_cache = budget, n_active, prefix_cache
         self.free = budget.available - budget.blocks_to_prefill(prefilling)
         self._shared: set[int] = set()  # cached blocks that admitted requests keep from being evicted
+        self._computed_now: set[Tokens] = set()  # what _next_block returns for requests being prefilled
+        if prefix_cache is not None:
+            self._computed_now.update(self._next_block(s, budget.cached_prefix(s)[0]) for s in prefilling)
 
     def take(self, sequence: Sequence) -> int | None:
-        """Reserve the request's blocks if it may start; return how many tokens it computes, or None.
+        """Reserve the request's blocks if it may start, and return how many tokens it computes.
 
-        Further completions of a prompt start once the first one has cached it. Tokens and blocks that the
-        prefix cache holds are not counted, except that these blocks can no longer be evicted.
+        Returns 0 if it waits for tokens that another request is computing, and None if there are too few
+        blocks. Tokens and blocks that the prefix cache holds are not counted, except that these blocks can no
+        longer be evicted.
         """
         if sequence.waits_for_parent:
-            return None
+            return 0
         blocks = self.budget.blocks
         n_cached, shared = self.budget.cached_prefix(sequence)
+        next_block = self._next_block(sequence, n_cached)
+        if next_block and next_block in self._computed_now and sequence.prompt_logprobs is None:
+            return 0
         need = blocks_for(len(sequence.tokens), blocks.block_size)
         kept: set[int] = set()
         if n_cached:
@@ -99,7 +112,18 @@ class Room:
         self.n_active += 1
         self._shared |= kept
         self.budget.reserve(sequence)
+        self._computed_now.add(next_block)
         return sequence.prefill_length - n_cached
+
+    def _next_block(self, sequence: Sequence, n_cached: int) -> Tokens:
+        """Return the prompt up to the end of the block after its ``n_cached`` cached tokens.
+
+        Returns () if the prompt has no token after that block, or if there is no prefix cache.
+        """
+        if self.prefix_cache is None:
+            return ()
+        end = n_cached + max(self.budget.blocks.block_size, self.prefix_cache.alignment)
+        return tuple(sequence.tokens[:end]) if end < sequence.n_prompt else ()
 
 
 class WaitingQueue(deque[Sequence]):
@@ -125,37 +149,48 @@ class WaitingQueue(deque[Sequence]):
 
     def _first(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         admitted = _fill(self, places, tokens, room, skip=False)
-        for _ in admitted:
-            self.popleft()
+        self._remove(admitted)
         return admitted
 
     def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         """Remove and return requests from the first ``pack_lookahead``, in order of fewest tokens to compute.
 
-        Requests for which there are too few blocks are skipped. The rest keep their places in the queue.
+        Requests for which there are too few blocks are skipped.
         """
-        candidates = [self.popleft() for _ in range(min(self._limits.pack_lookahead, len(self)))]
+        candidates = islice(self, self._limits.pack_lookahead)
         by_length = sorted(candidates, key=lambda request: request.prefill_length)
         admitted = _fill(by_length, places, tokens, room, skip=True)
-        taken = set(admitted)
-        self.extendleft(request for request in reversed(candidates) if request not in taken)
+        self._remove(admitted)
         return admitted
+
+    def _remove(self, admitted: list[Sequence]) -> None:
+        """Remove requests that are near the front; the rest keep their places in the queue."""
+        gone, kept = set(admitted), list[Sequence]()
+        while gone:
+            request = self.popleft()
+            if request in gone:
+                gone.remove(request)
+            else:
+                kept.append(request)
+        self.extendleft(reversed(kept))
 
 
 def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
     """Return the first requests that fit into ``places``, ``tokens`` and ``room``, and reserve their blocks.
 
     skip: whether to pass over a request for which there are too few blocks, instead of stopping at it.
+
+    A request that waits for another one's prefill is always passed over.
     """
     admitted: list[Sequence] = []
     for request in requests:
         if len(admitted) == places or tokens < 1:
             break
         n_computed = room.take(request)
-        if n_computed is not None:
+        if n_computed:
             tokens -= n_computed
             admitted.append(request)
-        elif not skip:
+        elif n_computed is None and not skip:
             break
     return admitted
 

@@ -400,7 +400,8 @@ class OnlineScheduler(Scheduler):
         tokens = self._prefill_budget - sum(s.n_to_prefill for s in self._prefilling)
         if not self._waiting or places < 1 or tokens < 1:
             return []
-        return self._waiting.admit(places, tokens, Room(self.engine.budget, self.n_active, self._prefilling))
+        room = Room(self.engine.budget, self.n_active, self._prefilling, self.engine.prefix_cache)
+        return self._waiting.admit(places, tokens, room)
 
     def _fail_active(self, error: BaseException) -> None:
         active = self._active + self._prefilling

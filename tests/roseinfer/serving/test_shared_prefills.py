@@ -11,7 +11,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import MODERN, random_model, random_prompts, small_config, small_engine
-from tests.roseinfer.serving.common import assert_all_free
+from tests.roseinfer.serving.common import assert_all_free, run_to_end
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
@@ -84,13 +84,79 @@ def test_admission_counts_only_blocks_that_are_not_shared(model):
     ids = scheduler.add_requests([shared + end for end in ends], SamplingParams(temperature=0, max_tokens=5))
     scheduler.step()
     assert scheduler.n_active > 20
-    while scheduler.has_unfinished:
-        scheduler.step()
+    run_to_end(scheduler)
     outputs = [scheduler.take_result(i).token_ids for i in ids]
     alone = small_engine(model, max_batch_size=32)
     prompts = [shared + end for end in ends]
     params = SamplingParams(temperature=0, max_tokens=5)
     assert outputs == [o.token_ids for o in OfflineScheduler(alone).run(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "n_documents", "n_requests", "n_found"),
+    [
+        ({}, "fifo", 1, 24, 400),
+        ({}, "fifo", 2, 24, 400),
+        ({}, "pack", 2, 24, 400),
+        ({"deterministic": True}, "fifo", 2, 6, 384),
+    ],
+    ids=str,
+)
+def test_requests_that_come_together_compute_their_beginning_once(
+    model, monkeypatch, options, policy, n_documents, n_requests, n_found
+):
+    documents, ends = random_prompts([400] * n_documents), random_prompts([2] * n_requests, seed=1)
+    prompts = [documents[i % n_documents] + end for i, end in enumerate(ends)]
+    engine = small_engine(model, prefix_cache=True, max_batch_size=32, **options)
+    prefills = Prefills(engine, monkeypatch)
+    outputs = OfflineScheduler(engine, SchedulerConfig(admission_policy=policy)).run(prompts, GREEDY)
+    n_later = n_requests - n_documents
+    assert prefills.counts == [[402] * n_documents, [402 - n_found] * n_later]
+    assert [o.num_cached_tokens for o in outputs] == [0] * n_documents + [n_found] * n_later
+    alone = OfflineScheduler(small_engine(model, max_batch_size=32, **options)).run(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("n_shared", "n_own", "asked", "n_prefills"),
+    [(18, 1, {}, 2), (17, 1, {}, 1), (18, 0, {}, 1), (18, 1, {"prompt_logprobs": 1}, 1)],
+    ids=str,
+)
+def test_a_request_waits_only_for_a_whole_block_that_it_may_use(
+    model, monkeypatch, n_shared, n_own, asked, n_prefills
+):
+    engine = small_engine(model, prefix_cache=True, block_size=8)
+    (document,) = random_prompts([20])
+    OfflineScheduler(engine).run([document[:10]], SamplingParams(max_tokens=1))
+    prefills = Prefills(engine, monkeypatch)
+    prompts = [document[:n_shared] + [end] * n_own for end in (1, 2)]
+    OfflineScheduler(engine).run(prompts, SamplingParams(max_tokens=1, **asked))
+    assert len(prefills.counts) == n_prefills
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_request_that_waits_for_a_chunked_prefill_blocks_nobody_and_survives_its_cancellation(
+    model, is_cancelled
+):
+    engine = small_engine(model, prefix_cache=True)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=100))
+    running, document, unrelated = random_prompts([5, 130, 30])
+    scheduler.add_request(running, GREEDY)
+    scheduler.step()
+    first, *others = scheduler.add_requests([document, [*document, 1], unrelated], GREEDY)
+    scheduler.step()
+    if is_cancelled:
+        scheduler.cancel(first)
+    waiting, passing = (scheduler.requests[i] for i in others)
+    scheduler.step()
+    has_begun = [bool(request.block_ids) for request in (waiting, passing)]
+    assert has_begun == ([True, False] if is_cancelled else [False, True])
+    run_to_end(scheduler)
+    assert waiting.num_cached_prompt_tokens == (0 if is_cancelled else 130)
+    alone = OfflineScheduler(small_engine(model)).run([waiting.prompt, unrelated], GREEDY)
+    assert [waiting.output, passing.output] == [output.token_ids for output in alone]
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix_cache": True}, {"num_kv_blocks": 26}], ids=str)
