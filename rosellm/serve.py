@@ -106,9 +106,8 @@ class Call:
 
     def answer(self, choices: list[Json], usage: Json | None = None) -> Json:
         """Return an answer or a piece of one."""
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if self.is_streamed else "chat.completion"
+        chat = "chat.completion.chunk" if self.is_streamed else "chat.completion"
+        kind = chat if self.is_chat else "text_completion"
         return self.head | {"object": kind, "choices": choices, "usage": usage}
 
     def usage(self, outputs: list[RequestOutput]) -> Json:
@@ -207,7 +206,8 @@ async def _events(call: Call, replies: list[Reply]) -> AsyncIterator[str]:
             reply = replies[index]
             new = (reply.stream.sequence.logprobs or [])[n_sent[index] :]  # may be ahead of the text
             n_sent[index] += len(new)
-            ids, entries = [own[0][0] for own in new], decoded_logprobs(new, call.tokenizer)
+            ids, n = [int(own[0]) for own in new], reply.stream.sequence.params.logprobs or 0
+            entries = decoded_logprobs(new, n, call.tokenizer)
             choice = call.choice(index, text or "", ids, entries, reply.output if text is None else None)
             yield f"data: {json.dumps(call.answer([choice]))}\n\n"
         usage = call.usage([reply.output for reply in replies])

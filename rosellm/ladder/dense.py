@@ -29,7 +29,7 @@ from rosellm.roseinfer.kernels.draw import draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.likely import likely_tokens
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_ref
-from rosellm.roseinfer.layers.logprobs import add_likely, likely_of
+from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range, warm_up
@@ -265,9 +265,8 @@ class Dense:
         """Give the logprobs of the new tokens to the sequences that request them."""
         rows = [row for row, s in enumerate(sequences) if s.logprobs is not None and tokens[row] >= 0]
         if rows:
-            own = [sequences[row] for row in rows]
             words = likely_tokens(logits[rows], tokens[rows]).cpu().numpy()
-            add_likely(own, likely_of(words, [s.params.logprobs for s in own]))
+            add_likely([sequences[row] for row in rows], words)
 
     def tables(self, sequences: list[Sequence]) -> list[list[Table]]:
         """Return the tables of these sequences as ``[pool][row]``."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from reprlib import Repr
 from typing import Any, Literal
+
+import numpy as np
 
 from rosellm.errors import RoseError
 from rosellm.models.loading import AnyTokenizer
@@ -44,14 +47,26 @@ class Logprob:
     decoded_token: str | None
 
 
-class Undecoded:
-    """A text that is decoded when it is first needed; a copy of it is the text itself."""
+class Deferred:
+    """A field of a dataclass that may be given as a function, which is called when it is first needed."""
 
-    def __init__(self, decode: Callable[[], str]) -> None:
-        self.decode = decode
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
 
-    def __deepcopy__(self, memo: dict) -> str:
-        return self.decode()
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = instance.__dict__[self.name]
+        if callable(value):
+            value = instance.__dict__[self.name] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self.name] = None if value is self else value  # self is the default
+
+
+def _deferred() -> Any:
+    return field(default=Deferred(), compare=False)
 
 
 @dataclass(repr=False)
@@ -64,7 +79,7 @@ class RequestOutput:
         in ``error``.
     stop_reason: the stop string or the one of ``stop_token_ids`` that ended the completion; None otherwise.
     metrics: the times of the request and its tokens.
-    text_or_decoder: the text, or what decodes it; None without a tokenizer. Use ``text``.
+    text: the completion without the stop token or stop string that ended it; None without a tokenizer.
     logprobs: for each token a dictionary from token id to :class:`Logprob`, the sampled token first, then the
         most likely ones; None unless requested.
     prompt_logprobs: the same for the prompt's tokens, None for the first; None unless requested.
@@ -73,7 +88,7 @@ class RequestOutput:
     num_cached_tokens: number of tokens of the prompt that the prefix cache held.
     others: the other completions of the prompt.
 
-    Outputs with the same prompt, tokens and finish reason are equal, even if their requests differ.
+    The text and the logprobs are decoded when they are first read. Outputs with the same prompt, tokens and finish reason are equal, even if their requests differ.
     ``dataclasses.asdict`` gives values that JSON can hold.
     """
 
@@ -82,12 +97,12 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: str
     metrics: RequestMetrics = field(compare=False)
-    text_or_decoder: str | Undecoded | None = field(compare=False)
+    text: str | None = _deferred()
     error: str | None = None
     prompt: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = field(default=None, compare=False)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, compare=False)
-    cumulative_logprob: float | None = field(default=None, compare=False)
+    logprobs: list[dict[int, Logprob]] | None = _deferred()
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = _deferred()
+    cumulative_logprob: float | None = _deferred()
     stop_reason: str | int | None = field(default=None, compare=False)
     index: int = field(default=0, compare=False)
     num_cached_tokens: int = field(default=0, compare=False)
@@ -102,31 +117,21 @@ class RequestOutput:
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
-        likely, prompt = sequence.logprobs, sequence.prompt_logprobs
+        params, likely, prompt = sequence.params, sequence.logprobs, sequence.prompt_logprobs
         return cls(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.prompt,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             metrics=sequence.metrics,
-            text_or_decoder=_undecoded(sequence, tokenizer),
+            text=_text_of(sequence, tokenizer),
             error=sequence.error,
-            logprobs=None if likely is None else decoded_logprobs(likely, tokenizer),
-            prompt_logprobs=None if prompt is None else decoded_logprobs(prompt, tokenizer),
-            cumulative_logprob=None if likely is None else sum((own[1] for own, *_ in likely), 0.0),
+            logprobs=_later(decoded_logprobs, likely, params.logprobs, tokenizer),
+            prompt_logprobs=_later(decoded_logprobs, prompt, params.prompt_logprobs, tokenizer),
+            cumulative_logprob=_later(_sum_of_chosen, likely),
             stop_reason=sequence.stop_reason,
             num_cached_tokens=sequence.num_cached_prompt_tokens,
         )
-
-    @property
-    def text(self) -> str | None:
-        """The completion without the stop token or stop string that ended it.
-
-        Decoded on first access; None if the engine has no tokenizer.
-        """
-        if isinstance(self.text_or_decoder, Undecoded):
-            self.text_or_decoder = self.text_or_decoder.decode()
-        return self.text_or_decoder
 
     @property
     def finished(self) -> bool:
@@ -143,8 +148,9 @@ class RequestOutput:
         return getattr(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, in which the text replaces its decoder."""
-        return self.__dict__ | {"text_or_decoder": self.text}
+        """Return the state to copy or pickle, in which nothing is left to decode."""
+        deferred = ("text", "logprobs", "prompt_logprobs", "cumulative_logprob")
+        return self.__dict__ | {f"_{name}": getattr(self, name) for name in deferred}
 
     def __repr__(self) -> str:
         shown = ("prompt", "text", "finish_reason", "stop_reason", "error", "prompt_token_ids", "token_ids")
@@ -171,24 +177,49 @@ _shorter = Repr()
 _shorter.maxlist = 12
 
 
-def _undecoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Undecoded | None:
-    """Return the text of a sequence; None without a tokenizer, or if the request wants none."""
+def _later(decode: Callable[..., object], likely: object, *given: object) -> Any:
+    """Return the call of ``decode`` as a function, or None without ``likely``."""
+    return None if likely is None else partial(decode, likely, *given)
+
+
+def _text_of(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Any:
+    """Return what decodes a sequence's text; None without a tokenizer, or if the request wants no text."""
     text, params = sequence.text, sequence.params
     if text is not None:
-        return Undecoded(lambda: text.text)
+        return lambda: text.text
     if tokenizer is None or not params.detokenize:
         return None
     prompt, output = sequence.prompt, sequence.output
     ends_with_stop = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
     ids = output[:-1] if ends_with_stop else output
-    return Undecoded(lambda: tokenizer.decode(ids, prompt, params.skip_special_tokens))
+    return lambda: tokenizer.decode(ids, prompt, params.skip_special_tokens)
 
 
-def decoded_logprobs(likely: SequenceOf[Likely | None], tokenizer: AnyTokenizer | None) -> list[Any]:
-    """Return a dictionary per token: its :class:`Logprob` entries by token id, with decoded text."""
+def decoded_logprobs(
+    likely: SequenceOf[Likely | None], n: int, tokenizer: AnyTokenizer | None
+) -> list[dict[int, Logprob] | None]:
+    """Return a dictionary per token, the given token first and then the ``n`` most likely ones.
+
+    A dictionary maps token ids to :class:`Logprob`; it is None where ``likely`` is None.
+    """
     text: Callable[[int], str | None] = (lambda _: None) if tokenizer is None else tokenizer.token_text
 
-    def entries(one: Likely) -> dict[int, Logprob]:
-        return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one}
+    def entries(words: list[int], values: list[float]) -> dict[int, Logprob]:
+        own, *most = words[: min(n + 1, len(values))]
+        ranked = {own: Logprob(values[0], words[-1], text(own))}
+        for rank, token in enumerate(most, 1):
+            if token != own:
+                ranked[token] = Logprob(values[rank], rank, text(token))
+        return ranked
 
-    return [None if one is None else entries(one) for one in likely]
+    return [None if one is None else entries(one.tolist(), values_of(one).tolist()) for one in likely]
+
+
+def values_of(likely: Likely) -> np.ndarray:
+    """Return the logprobs in a result of ``likely_tokens``, ``[1 + m]`` fp32."""
+    half = len(likely) // 2
+    return likely[half : 2 * half].view(np.float32)
+
+
+def _sum_of_chosen(likely: list[Likely]) -> float:
+    return sum((float(values_of(one)[0]) for one in likely), 0.0)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
+import numpy as np
+
 from rosellm.errors import RoseError
 from rosellm.roseinfer.sampling import NO_TOKEN, SamplingParams
 from rosellm.roseinfer.text import IncrementalText
 
-# (token, logprob, rank) of a sampled token, then of the most likely ones.
-Likely = list[tuple[int, float, int]]
+Likely = np.ndarray  # ``[W]`` int32, the result of ``likely_tokens`` for one token
 
 
 @dataclass

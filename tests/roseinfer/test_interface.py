@@ -275,8 +275,8 @@ def test_an_output_shows_its_text_and_becomes_json(llm):
     params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=1, prompt_logprobs=0)
     (output,) = run(llm, "hello", params)
     as_json = json.loads(json.dumps(dataclasses.asdict(output)))
-    assert as_json["text_or_decoder"] == output.text != ""
-    assert as_json["others"][0]["text_or_decoder"] == output.outputs[1].text
+    assert as_json["text"] == output.text != ""
+    assert as_json["others"][0]["text"] == output.outputs[1].text
     assert repr(output.text) in repr(output) and "token_times" not in repr(output)
     assert "hello" in output._repr_html_() and [o.index for o in output.outputs] == [0, 1]
     assert output.finished and output["text"] == output.text

@@ -10,23 +10,9 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.likely import likely_words
-from rosellm.roseinfer.request import Likely, Sequence
+from rosellm.roseinfer.request import Sequence
 
 ROWS_AT_ONCE = 64
-
-
-def likely_of(words: np.ndarray, wanted: list[int | None]) -> list[Likely | None]:
-    """Decode the result ``[n, W]`` of :func:`likely_tokens` to the logprobs of each row.
-
-    wanted: for each row, how many most likely tokens to keep; None for none at all, not even the given token.
-    """
-    half, most = (words.shape[1] - 1) // 2, 1 + max((n for n in wanted if n is not None), default=0)
-    tokens, ranks = words[:, :most].tolist(), words[:, -1].tolist()
-    logprobs = words[:, half : half + most].copy().view(np.float32).tolist()
-    found: list[Likely | None] = []
-    for n, ids, values, rank in zip(wanted, tokens, logprobs, ranks, strict=True):
-        found.append(None if n is None else _likely(ids, values, rank, n))
-    return found
 
 
 class PromptTokens(NamedTuple):
@@ -66,9 +52,9 @@ class PromptTokens(NamedTuple):
 
     def give(self, words: np.ndarray) -> None:
         """Give the sequence the logprobs in a result of :func:`likely_prompt_tokens`."""
-        own, n = self.sequence, len(self.tokens)
-        assert own.prompt_logprobs is not None
-        own.prompt_logprobs[self.first : self.first + n] = likely_of(words, [own.params.prompt_logprobs] * n)
+        own = self.sequence.prompt_logprobs
+        assert own is not None
+        own[self.first : self.first + len(words)] = words
 
 
 def likely_prompt_tokens(
@@ -97,14 +83,8 @@ def likely_prompt_tokens(
     return torch.cat(found).cpu().numpy()
 
 
-def add_likely(sequences: list[Sequence], likely: list[Likely | None]) -> None:
-    """Append the logprobs of the latest tokens to the sequences that requested them."""
-    for sequence, own in zip(sequences, likely, strict=True):
-        if sequence.logprobs is not None and own is not None:
-            sequence.logprobs.append(own)
-
-
-def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
-    """Return (token, logprob, rank) of the chosen token, then of the n most likely tokens except that one."""
-    most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
-    return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]
+def add_likely(sequences: list[Sequence], words: np.ndarray) -> None:
+    """Append the result ``[n, W]`` of ``likely_tokens`` for the latest tokens to their sequences."""
+    for sequence, own in zip(sequences, words, strict=True):
+        assert sequence.logprobs is not None
+        sequence.logprobs.append(own)

@@ -23,7 +23,7 @@ from torch import Tensor
 from rosellm.errors import RoseError
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import ROUNDS
-from rosellm.roseinfer.layers.logprobs import add_likely, likely_of
+from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.ranks.group import ALONE, Call, Group
 from rosellm.roseinfer.request import Sequence, commit_tokens
@@ -310,6 +310,5 @@ class ResidentStep:
         """
         sequences = begun.batch.sequences
         there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
-        own = [sequences[i] for i in there]
-        read = self.worker.logprobs.read(begun.rounds[there], begun.batch.indices[there])
-        add_likely(own, likely_of(read, [s.params.logprobs for s in own]))
+        words = self.worker.logprobs.read(begun.rounds[there], begun.batch.indices[there])
+        add_likely([sequences[i] for i in there], words)
