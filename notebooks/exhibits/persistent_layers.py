@@ -480,7 +480,9 @@ class PersistentLayers:
         self.weights, self.norm = _weights_of(model), norm_arguments(model.norm)
         self.count = torch.zeros(1, dtype=torch.int64, device=model.device)
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: PagedAttention) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: PagedAttention, n_layers: int | None = None
+    ) -> Tensor:
         x = embedded(self.embed, self.model, ids, positions)  # [N, C]
         self._run(x, attend)
         return self.add_norm(x=x, **self.norm)

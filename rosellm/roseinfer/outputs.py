@@ -88,7 +88,8 @@ class RequestOutput:
     num_cached_tokens: number of tokens of the prompt that the prefix cache held.
     others: the other completions of the prompt.
 
-    The text and the logprobs are decoded when they are first read. Outputs with the same prompt, tokens and finish reason are equal, even if their requests differ.
+    The text and the logprobs are decoded when they are first read. Outputs with the same prompt, tokens and
+    finish reason are equal, even if their requests differ.
     ``dataclasses.asdict`` gives values that JSON can hold.
     """
 

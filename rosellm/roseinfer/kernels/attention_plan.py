@@ -19,6 +19,7 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
+PLANNED_ROWS = 32  # the fewest; smaller batches share a kernel
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
 UNEVEN, UNEVEN_FROM = 1.5, 4  # ratio of longest to mean context; programs per SM
 
@@ -239,7 +240,7 @@ def make_plan(
     n_rows, pieces = len(positions), variant.pieces
     starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
     covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
-    rows = triton.next_power_of_2(n_rows)
+    rows = max(PLANNED_ROWS, triton.next_power_of_2(n_rows))
     chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
     arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
     sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "LEAD": variant.lead, "WINDOW": window or 0}

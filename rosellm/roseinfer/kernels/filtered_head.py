@@ -22,6 +22,7 @@ from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_filtered_tiles_kernel": "head"}
+ELEMENTS_PER_WARP = 2048  # of a tile with penalties, which take registers
 
 
 class Tiles(NamedTuple):
@@ -218,6 +219,8 @@ def filtered_tiles(
     (rows, width), vocab = hidden.shape, len(weight)
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
     stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+    if counts is not None:
+        warps = max(warps, block_m * block_n // ELEMENTS_PER_WARP)
     n_tiles = triton.cdiv(vocab, block_n)
     values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
     indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)

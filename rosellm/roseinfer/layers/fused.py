@@ -2,13 +2,15 @@
 
 Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
 inert row) and an ``Attend`` that rotates q and k itself, and returns the normalised hidden states ``[N, C]``.
-All but packed GEMMs read the model's own weights.
+All but packed GEMMs read the model's own weights. Each variant launches the same kernels for every layer, so
+running the first layer alone loads them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -28,13 +30,22 @@ from rosellm.roseinfer.layers.products import (
     can_pack,
 )
 
-Layers = Callable[[Tensor, Tensor, Attend], Tensor]
+
+class Layers(Protocol):
+    """A variant of the layers. n_layers: number of layers that must run, from the first; None for all."""
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None
+    ) -> Tensor: ...
 
 
 def plain_layers(model: Transformer) -> Layers:
-    """Return the model's own layers; inert rows, whose position is negative, are computed at position 0."""
+    """Return the model's own layers, which always run all.
 
-    def layers(ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    Inert rows, whose position is negative, are computed at position 0.
+    """
+
+    def layers(ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None) -> Tensor:
         return model.layers(ids, positions.clamp_min(0), attend)
 
     return layers
@@ -49,11 +60,11 @@ class FusedLayers:
         norms = [norm for block in model.blocks for norm in (block.norm_1, block.norm_2)]
         self.norms = [norm_arguments(norm) for norm in (*norms, model.norm)]
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None) -> Tensor:
         model, products, norms = self.model, self.products, self.norms
         x = embedded(self.embed, model, ids, positions)  # [N, C]
         h = self.add_norm(x=x, **norms[0])
-        for layer, block in enumerate(model.blocks):
+        for layer, block in enumerate(islice(model.blocks, n_layers)):
             attended = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
             y = products.out(layer, attended.flatten(1))
             h = self.add_norm(x=x, delta=y, bias=block.out.bias, **norms[2 * layer + 1])
@@ -70,10 +81,11 @@ class FewRowsLayers:
         self.embed, self.add_norm, self.linear = kernels.embed, kernels.add_norm, kernels.few_rows_linear
         self.norm = norm_arguments(model.norm)
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None) -> Tensor:
         model, activation = self.model, self.model.config.mlp
         x = embedded(self.embed, model, ids, positions)  # [N, C]
-        for layer, (block, w) in enumerate(zip(model.blocks, self.weights, strict=True)):
+        for layer, block in enumerate(islice(model.blocks, n_layers)):
+            w = self.weights[layer]
             qkv = self._normed(x, w.qkv, "none")
             attended = attend(layer, *split_heads(qkv, model.config))  # [N, H, D]
             self._added(attended.flatten(1), block.out, x)

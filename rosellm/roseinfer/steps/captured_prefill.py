@@ -187,7 +187,7 @@ class CapturedPrefill:
         """Return functions that run each kernel once, on padding only, to compile it before its capture."""
         runs: list[Callable[[], object]] = []
         for size in self._layer_sizes():
-            run = partial(self._run_layers, *size)
+            run = partial(self._run_layers, *size, n_layers=1)
             runs.append(partial(self.buffer.inertly, size[0], PLACES[-1], run))
         for places, mode in self._token_kinds():
             runs.append(partial(self.buffer.inertly, 1, places, partial(self._choose, places, mode)))
@@ -218,23 +218,26 @@ class CapturedPrefill:
         size = tokens, tiling
         if size not in self._layer_runs:
             run = partial(self._run_layers, *size)
-            self._layer_runs[size] = self._captured(run, tokens, PLACES[-1])
+            self._layer_runs[size] = self._captured(run, partial(run, n_layers=1), tokens, PLACES[-1])
         return self._layer_runs[size]
 
     def _token_run(self, places: int, mode: str) -> Callable[[], Tensor]:
         kind = places, self.packed.next_tokens.chooser.serving(mode, places)
         if kind not in self._token_runs:
-            self._token_runs[kind] = self._captured(partial(self._choose, *kind), 1, places)
+            run = partial(self._choose, *kind)
+            self._token_runs[kind] = self._captured(run, run, 1, places)
         return self._token_runs[kind]
 
-    def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
-        """Capture ``run`` after a warm-up with inert inputs, which write nothing but the spare state row."""
+    def _captured(
+        self, run: Callable[[], Tensor], warm_up: Callable[[], Tensor], tokens: int, places: int
+    ) -> Callable[[], Tensor]:
+        """Capture ``run`` after ``warm_up`` with inert inputs, which write to the spare state row only."""
         self.buffer.send_inert(tokens, places)
-        return self._graphs.capture(run, run)
+        return self._graphs.capture(run, warm_up)
 
-    def _run_layers(self, tokens: int, tiling: Tiling) -> Tensor:
+    def _run_layers(self, tokens: int, tiling: Tiling, n_layers: int | None = None) -> Tensor:
         inputs = self.buffer.layer_inputs(tokens, tiling)
-        return self._hidden[:tokens].copy_(self.packed.layers(inputs, tiling == "pieces"))
+        return self._hidden[:tokens].copy_(self.packed.layers(inputs, tiling == "pieces", n_layers))
 
     def _choose(self, places: int, mode: str) -> Tensor:
         return self.packed.first_tokens(self.buffer.place_inputs(places), self._hidden, mode)

@@ -91,12 +91,16 @@ class PackedPrefill:
         """Copy the inputs to the device in one copy, into ``out`` if given; return the device tensor."""
         return self._staging.put(words).send(out)
 
-    def layers(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Tensor:
+    def layers(
+        self, inputs: PromptInputs[Tensor], in_pieces: bool = False, n_layers: int | None = None
+    ) -> Tensor:
         """Run the layers and return final hidden states ``[N, C]``.
 
         in_pieces: whether the keys of tiles may be split into pieces.
+        n_layers: as in ``Layers``.
         """
-        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs, in_pieces))
+        layers, attend = self.layers_for(len(inputs.ids)), self.bind(inputs, in_pieces)
+        return layers(inputs.ids, inputs.positions, attend, n_layers)
 
     def bind(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Attend:
         """Return the attention of the packed tokens, which also caches their keys and values.

@@ -302,7 +302,7 @@ class Worker:
     def _run_idle(self, bucket: int) -> None:
         """Run every kernel of the decode steps of one batch size, on inert rows, which write nothing."""
         idle = self._idle.first(bucket)
-        hidden = [self._hidden(idle, variant) for variant in self.variants(bucket)]
+        hidden = [self._hidden(idle, variant, 1) for variant in self.variants(bucket)]
         for mode in self.next_tokens.chooser.modes(bucket):
             self._choose(hidden[0], idle, mode)
 
@@ -310,7 +310,7 @@ class Worker:
         """Run this variant and this mode on inert rows, unless captured steps of this batch size ran them."""
         idle, met = self._idle.first(bucket), [key[1:] for key in self._steps if key[0] == bucket]
         if variant not in [known for _, known in met]:
-            self._warm_hidden[bucket] = self._hidden(idle, variant)
+            self._warm_hidden[bucket] = self._hidden(idle, variant, 1)
         if mode not in [known for known, _ in met]:
             self._choose(self._warm_hidden[bucket], idle, mode)
 
@@ -320,9 +320,9 @@ class Worker:
         self._choose(hidden, state, mode)
         return hidden
 
-    def _hidden(self, state: DeviceState, variant: str) -> Tensor:
+    def _hidden(self, state: DeviceState, variant: str, n_layers: int | None = None) -> Tensor:
         layers = self.layers_for(len(state.rows))
-        return layers(state.tokens, state.positions, self.bind(state, variant))
+        return layers(state.tokens, state.positions, self.bind(state, variant), n_layers)
 
     def _choose(self, hidden: Tensor, state: DeviceState, mode: str) -> None:
         self.next_tokens(hidden, state, mode, state, self._every_row[: len(state.rows)])

@@ -80,9 +80,9 @@ def replayed(monkeypatch) -> list[LayerSize]:
     """Sizes of the layers' runs."""
     runs, run_layers = [], CapturedPrefill._run_layers
 
-    def noted(self, *size):
+    def noted(self, *size, **n_layers):
         runs.append(size)
-        return run_layers(self, *size)
+        return run_layers(self, *size, **n_layers)
 
     monkeypatch.setattr(CapturedPrefill, "_run_layers", noted)
     return runs
