@@ -38,9 +38,9 @@ def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
         "top-p": 2 * batch * row,  # logits: written, read to sum those above the drawn token
         "top-k, top-p": batch * row,  # written
         "+ penalties": 2 * batch * row,  # and counts are read
-        "logprobs": runs * head + 5 * batch * row,  # logits and logprobs: written, read; and ranks
+        "logprobs": runs * head + 2 * batch * row,  # logits: written, read
         "top-k, top-p: one row": row,
-        "logprobs: one row": head + 5 * row,
+        "logprobs: one row": head + 2 * row,
     }
 
 

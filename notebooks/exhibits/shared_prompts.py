@@ -2,7 +2,7 @@
 
 A prompt is a number of shared tokens and ``own`` tokens of its own. All ways run in alternation on one
 engine: "cold" computes whole prompts, "filled" finds the shared tokens cached by an earlier request, and
-"empty" begins with an empty cache, which the batch's first requests fill. The workload PFX of vLLM's
+"empty" begins with an empty cache, which the batch's first request fills. The workload PFX of vLLM's
 comparison is one of the batches.
 """
 
