@@ -33,6 +33,7 @@ from rosellm.roseinfer.serving.stream import Reply, merged
 from rosellm.roseinfer.serving.streaming import WHOLE, StreamingManager
 
 Json = dict[str, Any]
+CONSTRAINTS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 ENDING = ("finish_reason", "stop_reason", "prompt_logprobs")  # what an output adds to its choice
 
 
@@ -74,6 +75,8 @@ class Call:
     def _params(self, defaults: Json) -> SamplingParams:
         """Return the sampling parameters that the body gives, and defaults for those that it does not."""
         asked = {name: self.body[name] for name in defaults if self.body.get(name) is not None}
+        if any(self.body.get(name) not in (None, {"type": "text"}) for name in CONSTRAINTS):
+            raise SamplingError(f"structured outputs ({', '.join(CONSTRAINTS)}) are not supported")
         params = SamplingParams(**defaults | asked)
         if self.echoes and params.prompt_logprobs is None:
             params.prompt_logprobs = params.logprobs
@@ -96,10 +99,9 @@ class Call:
             prompt = self.prompts[index // len(self.each)]
             text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
             ids, entries = output.prompt_token_ids + ids, entries and output.prompt_logprobs + entries
-        content: Json = {"text": text}
-        if self.is_chat:
-            message = {"message": {"role": "assistant", "content": text}}
-            content = {"delta": {"content": text}} if self.is_streamed else message
+        message = {"message": {"role": "assistant", "content": text}}
+        chat = {"delta": {"content": text}} if self.is_streamed else message
+        content = chat if self.is_chat else {"text": text}
         logprobs = self._logprobs(ids, entries) if entries else None
         end = {name: getattr(output, name, None) for name in ENDING}
         return {"index": index, **content, "logprobs": logprobs, **end}
@@ -129,12 +131,21 @@ class Call:
         entries: as in an output; None for the first token of a prompt.
         """
         if self.is_chat:
-            return {"content": [_chances(entry, self.each[0].logprobs) for entry in entries]}
+            return {"content": [self._chances(entry) for entry in entries]}
         return {
             "tokens": [self.tokenizer.token_text(token) for token in ids],
             "token_logprobs": [e and e[token].logprob for token, e in zip(ids, entries, strict=True)],
             "top_logprobs": [e and {one.decoded_token: one.logprob for one in e.values()} for e in entries],
         }
+
+    def _chances(self, entry: dict[int, Logprob]) -> Json:
+        """Return the logprob of a token, and of the most likely ones, in the form of a chat."""
+        ones = []
+        for token, one in entry.items():
+            text: Any = one.decoded_token
+            found = self.tokenizer.token_bytes(token) if "\ufffd" in text else text.encode()
+            ones.append({"token": text, "logprob": one.logprob, "bytes": list(found)})
+        return ones[0] | {"top_logprobs": sorted(ones, key=lambda o: -o["logprob"])[: self.each[0].logprobs]}
 
 
 def _of_chat(llm: LLM, body: Any) -> Json:
@@ -144,16 +155,6 @@ def _of_chat(llm: LLM, body: Any) -> Json:
     n = body.get("max_completion_tokens") or body.get("max_tokens") or llm.model_config.max_model_len
     logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     return {"prompt": prompts, "max_tokens": n, "logprobs": logprobs, "echo": False}
-
-
-def _chances(entry: dict[int, Logprob], n: int | None) -> Json:
-    """Return the logprob of a token, and of the ``n`` most likely ones, in the form of a chat."""
-    ones = [_chance(one) for one in entry.values()]
-    return ones[0] | {"top_logprobs": sorted(ones, key=lambda one: -one["logprob"])[:n]}
-
-
-def _chance(one: Any) -> Json:
-    return {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(one.decoded_token.encode())}
 
 
 class Server:
@@ -215,14 +216,14 @@ async def _events(call: Call, replies: list[Reply]) -> AsyncIterator[str]:
             yield f"data: {json.dumps(call.answer([], usage))}\n\n"
         yield "data: [DONE]\n\n"
     except RoseError as error:
-        yield f"data: {json.dumps(_error(error))}\n\n"
+        yield f"data: {bytes(_error(error).body).decode()}\n\n"
 
 
-def _error(error: RoseError) -> Json:
-    """Return an error in OpenAI's form."""
+def _error(error: Any) -> JSONResponse:
+    """Return the answer to a request that failed with a ``RoseError``, in OpenAI's form."""
     code = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
     ANSWERS.labels(code).inc()
-    return {"error": {"message": str(error), "type": type(error).__name__, "code": code}}
+    return JSONResponse({"error": {"message": str(error), "type": type(error).__name__, "code": code}}, code)
 
 
 def build_app(server: Server) -> FastAPI:
@@ -230,11 +231,7 @@ def build_app(server: Server) -> FastAPI:
     app = FastAPI(title="RoseLLM", dependencies=[Depends(server.check_key)])
     app.post("/v1/completions")(server.answer)
     app.post("/v1/chat/completions")(server.answer)
-
-    @app.exception_handler(RoseError)
-    async def refuse(_: Request, error: RoseError) -> Response:
-        told = _error(error)
-        return JSONResponse(told, told["error"]["code"])
+    app.add_exception_handler(RoseError, lambda _, error: _error(error))
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -263,9 +260,8 @@ def run(argv: list[str] | None) -> None:
     add("--max-in-flight", type=whole_number(1), default=1024, help="requests beyond are answered with 429")
     for name in ("--dtype", "--device", "--load-format"):
         add(name, default="auto")
-    add("--max-model-len", type=whole_number(1))
-    add("--max-num-seqs", type=whole_number(1), default=256)
-    add("--tensor-parallel-size", type=whole_number(1), default=1)
+    for name, size in (("--max-model-len", None), ("--max-num-seqs", 256), ("--tensor-parallel-size", 1)):
+        add(name, type=whole_number(1), default=size)
     options = parser.parse_args(argv)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
         raise OptionError(f"host {options.host} can be reached from elsewhere; set --api-key")

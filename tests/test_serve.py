@@ -202,6 +202,7 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("completions", '{"prompt": "a", "max_tokens": -3}', "max_tokens is -3"),
         ("completions", '{"prompt": "a", "n": 0.5}', "n is 0.5"),
         ("completions", '{"prompt": "a", "structured_outputs": {"regex": "a"}}', "are not supported"),
+        ("completions", '{"prompt": "a", "response_format": {"type": "json_object"}}', "are not supported"),
         ("completions", '{"prompt": [999999]}', "not in the vocabulary"),
         ("completions", '{"prompt": "a", "echo": true, "stream": true}', "not streamed"),
         ("completions", '{"prompt": "a", "prompt_logprobs": 0, "stream": true}', "not streamed"),
@@ -308,6 +309,13 @@ def test_a_chat_is_answered_by_the_rendered_template(guarded, streamed):
         assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
         assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
     assert text == by_text.choices[0].text
+
+
+def test_a_token_that_is_part_of_a_character_has_the_bytes_of_that_part(guarded):
+    first, _ = guarded.state.llm.get_tokenizer().encode("é")
+    given = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": {str(first): 100}}
+    answer = guarded.client("secret").chat.completions.create(**given, **GREEDY, logprobs=True)
+    assert {bytes(one.bytes) for one in answer.choices[0].logprobs.content} == {"é".encode()[:1]}
 
 
 def test_a_wrong_key_is_401_and_health_needs_none(guarded):
