@@ -21,6 +21,7 @@ import prometheus_client as prometheus
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import CheckpointError, OptionError, OverloadError, PromptError, RoseError, SamplingError
@@ -29,11 +30,13 @@ from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.prompts import each_encoded
 from rosellm.roseinfer.serving.stream import Reply, merged
 from rosellm.roseinfer.serving.streaming import WHOLE, StreamingManager
+from rosellm.roseinfer.vllm_options import check_fields
 
 Json = dict[str, Any]
-CONSTRAINTS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+LIMITS = ("max_completion_tokens", "max_tokens")  # of a chat
 ENDING = ("finish_reason", "stop_reason", "prompt_logprobs")  # what an output adds to its choice
 
 
@@ -54,35 +57,32 @@ class Call:
     """A request to the server, and the forms of its answer.
 
     body: the body of a completion, into which that of a chat is turned.
-    prompts: texts or token ids.
+    prompts: texts or token ids. ids: all of them as token ids.
     each: the sampling parameters of the completions of every prompt.
+    roles: by the index of a choice, the role that its first piece has.
     head: what all answers have in common, and all pieces of a streamed answer.
     """
 
-    def __init__(self, llm: LLM, body: Any, is_chat: bool) -> None:
+    def __init__(self, llm: LLM, model: str, body: Any, is_chat: bool) -> None:
         if not isinstance(body, dict):
             raise PromptError("the body is no JSON object")
+        check_fields(body)
         self.body = body | _of_chat(llm, body) if is_chat else body
         self.is_chat, self.is_streamed, self.echoes = is_chat, body.get("stream"), self.body.get("echo")
         self.tokenizer: Any = llm.served.tokenizer
         given = self.body.get("prompt")
         if not isinstance(given, (str, list)) or given == []:
             raise PromptError("prompt is missing or empty; give text, token ids, or a list of these")
-        self.prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        self.each = self._params(vars(llm.get_default_sampling_params())).each()
-        self.head = {"id": f"cmpl-{uuid4().hex}", "created": int(time.time()), "model": body.get("model")}
-
-    def _params(self, defaults: Json) -> SamplingParams:
-        """Return the sampling parameters that the body gives, and defaults for those that it does not."""
-        asked = {name: self.body[name] for name in defaults if self.body.get(name) is not None}
-        if any(self.body.get(name) not in (None, {"type": "text"}) for name in CONSTRAINTS):
-            raise SamplingError(f"structured outputs ({', '.join(CONSTRAINTS)}) are not supported")
-        params = SamplingParams(**defaults | asked)
-        if self.echoes and params.prompt_logprobs is None:
-            params.prompt_logprobs = params.logprobs
-        if self.is_streamed and (self.echoes or params.prompt_logprobs is not None):
-            raise SamplingError("echo and prompt_logprobs are not streamed")
-        return params
+        self.prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        defaults = vars(llm.get_default_sampling_params()) | ({"max_tokens": None} if is_chat else {})
+        asked = {"prompt_logprobs": self.body.get("logprobs")} if self.echoes else {}
+        asked |= {name: self.body[name] for name in defaults if self.body.get(name) is not None}
+        self.each = SamplingParams(**defaults | asked).each()
+        self.ids = each_encoded(llm.served.encode_many, self.prompts)
+        self.roles = dict.fromkeys(range(len(self.ids) * len(self.each)), {"role": "assistant"})
+        kind = "chat.completion" + ".chunk" * bool(self.is_streamed) if is_chat else "text_completion"
+        name = f"{'chat' * is_chat}cmpl-{uuid4().hex}"
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: list[RequestOutput]) -> Json:
         """Return an answer that is not streamed."""
@@ -96,21 +96,19 @@ class Call:
         output: None while the request runs.
         """
         if self.echoes:  # the answer is whole
-            prompt = self.prompts[index // len(self.each)]
-            text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
-            ids, entries = output.prompt_token_ids + ids, entries and output.prompt_logprobs + entries
-        message = {"message": {"role": "assistant", "content": text}}
-        chat = {"delta": {"content": text}} if self.is_streamed else message
-        content = chat if self.is_chat else {"text": text}
+            prompt, given = output.prompt_token_ids, self.prompts[index // len(self.each)]
+            is_whole = isinstance(given, str) and self.each[0].truncate_prompt_tokens is None
+            text = (given if is_whole else self.tokenizer.decode(prompt, skip_special=False)) + text
+            ids, entries = [*prompt, *ids], entries and output.prompt_logprobs + entries
+        said = self.roles.pop(index, {}) | {"content": text}
+        content = {"delta" if self.is_streamed else "message": said} if self.is_chat else {"text": text}
         logprobs = self._logprobs(ids, entries) if entries else None
         end = {name: getattr(output, name, None) for name in ENDING}
         return {"index": index, **content, "logprobs": logprobs, **end}
 
     def answer(self, choices: list[Json], usage: Json | None = None) -> Json:
         """Return an answer or a piece of one."""
-        chat = "chat.completion.chunk" if self.is_streamed else "chat.completion"
-        kind = chat if self.is_chat else "text_completion"
-        return self.head | {"object": kind, "choices": choices, "usage": usage}
+        return self.head | {"choices": choices, "usage": usage}
 
     def usage(self, outputs: list[RequestOutput]) -> Json:
         """Return the number of tokens of a complete answer, and add it to the metrics."""
@@ -132,19 +130,20 @@ class Call:
         """
         if self.is_chat:
             return {"content": [self._chances(entry) for entry in entries]}
+        name = self.tokenizer.token_name
         return {
-            "tokens": [self.tokenizer.token_text(token) for token in ids],
+            "tokens": [*map(name, ids)],
             "token_logprobs": [e and e[token].logprob for token, e in zip(ids, entries, strict=True)],
-            "top_logprobs": [e and {one.decoded_token: one.logprob for one in e.values()} for e in entries],
+            "top_logprobs": [e and {name(t): one.logprob for t, one in e.items()} for e in entries],
         }
 
     def _chances(self, entry: dict[int, Logprob]) -> Json:
         """Return the logprob of a token, and of the most likely ones, in the form of a chat."""
-        ones = []
-        for token, one in entry.items():
-            text: Any = one.decoded_token
-            found = self.tokenizer.token_bytes(token) if "\ufffd" in text else text.encode()
-            ones.append({"token": text, "logprob": one.logprob, "bytes": list(found)})
+        found = self.tokenizer.text_bytes
+        ones: list[Json] = [
+            {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(found(token))}
+            for token, one in entry.items()
+        ]
         return ones[0] | {"top_logprobs": sorted(ones, key=lambda o: -o["logprob"])[: self.each[0].logprobs]}
 
 
@@ -152,7 +151,7 @@ def _of_chat(llm: LLM, body: Any) -> Json:
     """Return the fields that make the body of a chat that of a completion."""
     options = {"tools": body.get("tools") or None, "chat_template_kwargs": body.get("chat_template_kwargs")}
     _, prompts = llm.encode_chats([body.get("messages")], **options)
-    n = body.get("max_completion_tokens") or body.get("max_tokens") or llm.model_config.max_model_len
+    n = next((body[name] for name in LIMITS if body.get(name) is not None), None)
     logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     return {"prompt": prompts, "max_tokens": n, "logprobs": logprobs, "echo": False}
 
@@ -162,7 +161,8 @@ class Server:
 
     def __init__(self, llm: LLM, options: Namespace) -> None:
         self.llm, self.key, self.name = llm, options.api_key, options.served_model_name or options.model
-        self.manager = StreamingManager(llm, SchedulerConfig(max_in_flight=options.max_in_flight))
+        self.most = options.max_in_flight
+        self.manager = StreamingManager(llm, SchedulerConfig(max_in_flight=self.most))
         RUNNING.set_function(lambda: self.manager.n_in_flight)
 
     async def check_key(self, request: Request) -> None:
@@ -175,11 +175,13 @@ class Server:
         """Answer a chat or a completion, whole or as a stream of events."""
         try:
             body = json.loads(await request.body())
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, ClientDisconnect):
             raise PromptError("the body is no valid JSON") from None
-        call = await asyncio.to_thread(Call, self.llm, body, "chat" in request.url.path)
+        call = await asyncio.to_thread(Call, self.llm, self.name, body, "chat" in request.url.path)
         interval = 1 if call.is_streamed else WHOLE
-        jobs = [(prompt, own, interval) for prompt in call.prompts for own in call.each]
+        jobs = [(prompt, own, interval) for prompt in call.ids for own in call.each]
+        if len(jobs) > self.most:
+            raise PromptError(f"{len(jobs)} completions are requested, and at most {self.most} can run")
         replies = [self.manager.stream(*job).start() for job in jobs]  # all of them, or an error
         if call.is_streamed:
             return StreamingResponse(_events(call, replies), media_type="text/event-stream")
@@ -233,19 +235,13 @@ def build_app(server: Server) -> FastAPI:
     app.post("/v1/chat/completions")(server.answer)
     app.add_exception_handler(RoseError, lambda _, error: _error(error))
 
-    @app.get("/v1/models")
-    async def models() -> Json:
-        one = {"id": server.name, "object": "model", "owned_by": "rosellm"}
-        return {"object": "list", "data": [one | {"max_model_len": server.llm.model_config.max_model_len}]}
+    model = {"id": server.name, "object": "model", "owned_by": "rosellm"}
+    model |= {"max_model_len": server.llm.model_config.max_model_len}
+    app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
+    app.get("/health")(lambda: Response(status_code=200 if server.manager.is_open else 503))
 
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if server.manager.is_open else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(prometheus.generate_latest(), media_type=prometheus.CONTENT_TYPE_LATEST)
-
+    media = prometheus.CONTENT_TYPE_LATEST
+    app.get("/metrics")(lambda: Response(prometheus.generate_latest(), media_type=media))
     return app
 
 

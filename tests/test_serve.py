@@ -203,11 +203,19 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("completions", '{"prompt": "a", "n": 0.5}', "n is 0.5"),
         ("completions", '{"prompt": "a", "structured_outputs": {"regex": "a"}}', "are not supported"),
         ("completions", '{"prompt": "a", "response_format": {"type": "json_object"}}', "are not supported"),
+        ("completions", '{"prompt": "a", "stream": "false"}', "stream is 'false'"),
+        ("completions", '{"prompt": "a", "stream": true, "stream_options": "x"}', "stream_options is 'x'"),
+        ("completions", '{"prompt": "a", "model": [1]}', "model is [1]"),
+        ("completions", '{"prompt": "a", "suffix": "b"}', "suffix is 'b'"),
+        ("completions", '{"prompt": "a", "n": 301}', "301 completions are requested, and at most 300"),
+        ("completions", '{"prompt": "a", "truncate_prompt_tokens": 0}', "truncate_prompt_tokens is 0"),
         ("completions", '{"prompt": [999999]}', "not in the vocabulary"),
         ("completions", '{"prompt": "a", "echo": true, "stream": true}', "not streamed"),
         ("completions", '{"prompt": "a", "prompt_logprobs": 0, "stream": true}', "not streamed"),
         ("completions", "[" * 100_000, "no valid JSON"),
         ("chat/completions", '{"messages": [], "chat_template_kwargs": 3}', "chat_template_kwargs is 3"),
+        ("chat/completions", '{"messages": [], "tool_choice": "required"}', "tool_choice is 'required'"),
+        ("chat/completions", '{"messages": [], "chat_template_kwargs": {"tokenize": 1}}', "no variable"),
         ("chat/completions", '{"messages": "hello"}', "messages are 'hello'"),
         ("chat/completions", '{"messages": [{"role": "user"}]}', "message 0"),
         ("chat/completions", '{"messages": [{"role": "user", "content": "x"}]}', "no chat template"),
@@ -303,7 +311,9 @@ def test_a_chat_is_answered_by_the_rendered_template(guarded, streamed):
     answer = guarded.client("secret").chat.completions.create(**given, stream=streamed)
     by_text = guarded.client("secret").completions.create(model="m", prompt="<user>hi!>>", **GREEDY)
     if streamed:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        text = "".join(delta.content or "" for delta in deltas)
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     else:
         text = answer.choices[0].message.content
         assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens

@@ -14,6 +14,13 @@ from rosellm.models.tokenizer import from_transformers, refusal
 Message = dict[str, Any]
 
 
+# Arguments of ``apply_chat_template`` that do not reach the template.
+NO_VARIABLES = {
+    "conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+
+
 def render_chat(
     folder: Path | None, messages: list[Message], add_generation_prompt: bool = True, **options: Any
 ) -> str:

@@ -199,6 +199,16 @@ class Tokenizer:
         values = byte_of_character()
         return bytes(values[c] for c in token) if values.keys() >= set(token) else token.encode()
 
+    def text_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token's text, or its own bytes if they are part of a character."""
+        text = self.token_text(token_id)
+        return self.token_bytes(token_id) if REPLACEMENT in text else text.encode()
+
+    def token_name(self, token_id: int) -> str:
+        """Return the text of one token, or its escaped bytes if they are part of a character."""
+        text = self.token_text(token_id)
+        return f"bytes:{str(self.token_bytes(token_id))[2:-1]}" if REPLACEMENT in text else text
+
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
 

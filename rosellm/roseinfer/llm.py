@@ -27,7 +27,7 @@ from rosellm.errors import (
     RoseError,
     describe,
 )
-from rosellm.models.chat import Message, hf_tokenizer, render_chat
+from rosellm.models.chat import NO_VARIABLES, Message, hf_tokenizer, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, sampling_defaults
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
@@ -283,8 +283,10 @@ class LLM:
         own, folder = chat_template_kwargs or {}, self._tokenizer_folder
         if not isinstance(own, dict):
             raise PromptError(f"chat_template_kwargs is {describe(own)}; give a dictionary")
-        options |= own
-        texts = [render_chat(folder, one, add_generation_prompt, **options) for one in conversations]
+        if wrong := NO_VARIABLES & own.keys():
+            raise PromptError(f"chat_template_kwargs has {min(wrong)!r}, which is no variable of a template")
+        options |= {"add_generation_prompt": add_generation_prompt} | own
+        texts = [render_chat(folder, one, **options) for one in conversations]
         return texts, each_encoded(partial(self.served.encode_many, special=False), texts)
 
     async def generate_async(

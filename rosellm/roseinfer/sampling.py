@@ -129,7 +129,8 @@ class SamplingParams:
         if it has the same number of tokens and another first token.
     max_tokens: maximum number of new tokens; None means as many as the engine has room for, which is the
         maximum in any case.
-    min_tokens: number of new tokens before which no stop token can be chosen.
+    min_tokens: number of new tokens before which no stop token can be chosen, and which complete no stop
+        string.
     seed: the same seed and logits give the same tokens, whatever other requests share the batch; None and -1
         draw a fresh seed.
     ignore_eos: whether to continue past the end-of-sequence token.
@@ -208,6 +209,8 @@ class SamplingParams:
         """Raise ``SamplingError`` if parameters contradict each other."""
         if self.is_greedy and self.n > 1:
             raise SamplingError(f"n is {self.n}; it must be 1 at temperature 0, where completions are equal")
+        if self.truncate_prompt_tokens == 0:
+            raise SamplingError("truncate_prompt_tokens is 0; it must be a whole number, 1 or more, or -1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:

@@ -12,6 +12,7 @@ class IncrementalText:
     stops: the stop strings.
     keep_stop: whether the text includes the stop string that ends it.
     skip_special: whether to omit special tokens.
+    min_tokens: number of first tokens that complete no stop string.
     stopped: the stop string that has been completed, or None.
 
     Text that may be the beginning of a stop string is held back until more tokens decide, so text that
@@ -26,8 +27,9 @@ class IncrementalText:
         stops: tuple[str, ...] = (),
         keep_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        self._stops, self._keep_stop = stops, keep_stop
+        self._stops, self._keep_stop, self._n_unstopped = stops, keep_stop, min_tokens
         self._stream = tokenizer.stream(prompt, skip_special)
         self._push = self._stream.push
         self._taken: list[str] = []
@@ -47,6 +49,7 @@ class IncrementalText:
             self._pieces.append(piece)
         elif piece:
             self._absorb(piece)
+        self._n_unstopped -= 1
 
     def take(self) -> str:
         """Return the text that has become final since the last call."""
@@ -70,9 +73,12 @@ class IncrementalText:
         self._pieces.append(rest)
 
     def _absorb(self, piece: str) -> None:
-        held = self._held + piece
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
-        if ends:
+        held, ends = self._held + piece, []
+        for stop in self._stops:
+            at = held.find(stop, max(0, len(self._held) - len(stop) + 1))  # one that ends in the new piece
+            if at >= 0:
+                ends.append((at + len(stop), at, stop))
+        if ends and self._n_unstopped <= 0:
             end, at, self.stopped = min(ends, key=lambda found: found[:2])
             self._pieces.append(held[: end if self._keep_stop else at])
             self._held = ""

@@ -1,11 +1,11 @@
-"""Options of vLLM's ``LLM`` that ours takes under another name, or only with the value that has no effect."""
+"""Options of vLLM's ``LLM`` and server that ours take under another name, or only with a neutral value."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from typing import Any
 
-from rosellm.errors import OptionError, describe
+from rosellm.errors import OptionError, PromptError, describe
 
 SAME_AS = {
     "max_num_seqs": "max_batch_size",
@@ -45,6 +45,37 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     ((), ""),
 )  # fmt: skip
+
+
+NO_STRUCTURE = "structured outputs are not supported"
+# Fields of a request to a server, their values without effect, and why others are refused.
+NEUTRAL_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), NO_STRUCTURE),
+    "tool_choice": (("none", "auto"), "the model cannot be made to call a tool"),
+    "function_call": (("none", "auto"), "use tools"),
+    "functions": (([],), "use tools"),
+    "suffix": (("",), "a completion has no end given"),
+    "best_of": ((1,), "use n"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "prompt_embeds": ((), "a prompt is text or token ids"),
+    "chat_template": ((), "the model's own template is used"),
+} | dict.fromkeys(
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ((), NO_STRUCTURE)
+)
+FIELD_TYPES = {"stream": bool, "echo": bool, "stream_options": dict, "model": str}
+
+
+def check_fields(body: dict[str, Any]) -> None:
+    """Raise ``PromptError`` if the body of a request has a field with a value that we do not support."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, (values, reason) in NEUTRAL_FIELDS.items():
+        if name in given and given[name] not in values:
+            raise PromptError(f"{name} is {describe(given[name])}: {reason}")
+    if given.get("stream") and (given.get("echo") or "prompt_logprobs" in given):
+        raise PromptError("echo and prompt_logprobs are not streamed")
+    for name, kind in FIELD_TYPES.items():
+        if not isinstance(given.get(name, kind()), kind):
+            raise PromptError(f"{name} is {describe(given[name])}; give a JSON value of type {kind.__name__}")
 
 
 def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def new_sequence(
     length = limits.max_length(prompt, params)
     sequence = Sequence(request_id, prompt, params, eos_token_ids, replays, length)
     if tokenizer is not None and params.stops:
-        how = params.stops, params.include_stop_str_in_output, params.skip_special_tokens
+        how = params.stops, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens
         sequence.text = IncrementalText(tokenizer, prompt, *how)
     if tokenizer is not None and params.bad_words:
         sequence.bad_words = _tokens_of(params.bad_words, tokenizer, limits.vocab_size)

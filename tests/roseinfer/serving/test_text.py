@@ -30,9 +30,9 @@ class Pieces:
         return ""
 
 
-def before_first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """Character by character: the text before the stop string that is completed first."""
-    for end in range(1, len(text) + 1):
+def before_first_stop(text: str, stops: tuple[str, ...], n_free: int) -> tuple[str, bool]:
+    """Character by character: the text before the stop string completed first after ``n_free`` characters."""
+    for end in range(n_free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             return text[: end - len(max(ending, key=len))], True
@@ -43,11 +43,11 @@ words = st.text(alphabet="ab", min_size=1, max_size=5)
 
 
 @settings(max_examples=300, deadline=None)
-@given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3))
-def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces, stops):
+@given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3), least=st.integers(0, 3))
+def test_text_ends_before_the_first_stop_after_min_tokens_wherever_tokens_break(pieces, stops, least):
     stops = tuple(stops)
-    expected, stopped = before_first_stop("".join(pieces), stops)
-    text = IncrementalText(Pieces(pieces), [], stops)
+    expected, stopped = before_first_stop("".join(pieces), stops, len("".join(pieces[:least])))
+    text = IncrementalText(Pieces(pieces), [], stops, min_tokens=least)
     taken = []
     for i in range(len(pieces)):
         text.push(i)
