@@ -344,8 +344,10 @@ class LLM:
         with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), firsts, use_tqdm))
         grouped = [
-            _failed(ids[i], too_long[i]) if i in too_long else _grouped(outputs, len(own))
-            for i, own in enumerate(each)
+            _grouped(
+                (_failed(ids[i], too_long[i]) for _ in range(own.n)) if i in too_long else outputs, own.n
+            )
+            for i, own in enumerate(params)
         ]
         for prompt, output in zip(prompts, grouped, strict=True):
             for completion in output.outputs:

@@ -85,7 +85,7 @@ class RequestOutput:
     prompt_logprobs: the same for the prompt's tokens, None for the first; None unless requested.
     cumulative_logprob: the sum of the sampled tokens' logprobs; None unless requested.
     index: the completion's place among those of its prompt, from 0.
-    num_cached_tokens: number of tokens of the prompt that the prefix cache held.
+    num_cached_tokens: number of tokens of the prompt that were cached when the request started.
     others: the other completions of the prompt.
 
     The text and the logprobs are decoded when they are first read. Outputs with the same prompt, tokens and
@@ -191,8 +191,7 @@ def _text_of(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Any:
     if tokenizer is None or not params.detokenize:
         return None
     prompt, output = sequence.prompt, sequence.output
-    ends_with_stop = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
-    ids = output[:-1] if ends_with_stop else output
+    ids = output[: len(output) - sequence.n_without_text]
     return lambda: tokenizer.decode(ids, prompt, params.skip_special_tokens)
 
 

@@ -64,6 +64,7 @@ class Sequence:
     stop_reason: the stop string or the one of the request's ``stop_token_ids`` that ended it; None otherwise.
     eos_tokens: the model's end-of-sequence tokens; empty with ``ignore_eos``.
     stop_tokens: all tokens that end the sequence.
+    late_tokens: the tokens that ``min_tokens`` bans at first: stop_tokens, and end-of-sequence tokens anyway.
     parent: the first completion of the same prompt, whose prefill this one shares; None for the first.
     n_siblings: number of sequences whose parent this is.
     bad_words: the tokens of each word that must not occur in the output.
@@ -96,6 +97,7 @@ class Sequence:
         self.replays = replays
         self.eos_tokens = () if params.ignore_eos else eos_token_ids
         self.stop_tokens = self.eos_tokens + tuple(params.stop_token_ids or ())
+        self.late_tokens = eos_token_ids + tuple(params.stop_token_ids or ())
         self.stop_reason: str | int | None = None
         self.parent: Sequence | None = None
         self.n_siblings = 0
@@ -180,9 +182,14 @@ class Sequence:
             for token in known:
                 self.text.push(token)
 
+    @property
+    def n_without_text(self) -> int:
+        """The number of last tokens whose text is left out: 1 if a stop token ended the sequence, or 0."""
+        return int(self.finish_reason == "stop" and not self.params.include_stop_str_in_output)
+
     def follow_text(self) -> None:
-        """Push the latest token to ``text``, unless it is a stop token; a stop string ends the sequence."""
-        if self.text is None or self.finish_reason == "stop":
+        """Push the latest token to ``text``, unless its text is left out; a stop string ends the sequence."""
+        if self.text is None or self.n_without_text:
             return
         self.text.push(self.tokens[-1])
         self._note_stop()

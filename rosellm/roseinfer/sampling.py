@@ -129,8 +129,8 @@ class SamplingParams:
         if it has the same number of tokens and another first token.
     max_tokens: maximum number of new tokens; None means as many as the engine has room for, which is the
         maximum in any case.
-    min_tokens: number of new tokens before which no stop token can be chosen, and which complete no stop
-        string.
+    min_tokens: number of new tokens before which no stop token and no end-of-sequence token can be chosen,
+        and which complete no stop string.
     seed: the same seed and logits give the same tokens, whatever other requests share the batch; None and -1
         draw a fresh seed.
     ignore_eos: whether to continue past the end-of-sequence token.
@@ -144,7 +144,7 @@ class SamplingParams:
     prompt_logprobs: the same for the tokens of the prompt, except the first.
     truncate_prompt_tokens: keep only this many last tokens of the prompt; None keeps all, and -1 as many as
         fit with one new token.
-    structured_outputs: None; constraints on the output are not supported.
+    structured_outputs, guided_decoding, logits_processors: None; they are not supported.
     n: number of completions per prompt, 1 to 16,384, in ``LLM.generate`` and ``LLM.chat`` only; completion i,
         from 0, has ``seed + i``, or a fresh seed.
 
@@ -179,6 +179,8 @@ class SamplingParams:
     )
     truncate_prompt_tokens: int | None = _number(None, int, -1, INT32_MAX, "a whole number, 1 or more, or -1")
     structured_outputs: None = _checked(None, lambda _: _refuse(NOT_STRUCTURED))
+    guided_decoding: None = _checked(None, lambda _: _refuse(NOT_STRUCTURED))
+    logits_processors: None = _checked(None, lambda _: _refuse("None; use logit_bias or bad_words"))
 
     def __post_init__(self) -> None:
         self.check()

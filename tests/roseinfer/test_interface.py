@@ -23,6 +23,7 @@ from rosellm.errors import (
 )
 from rosellm.models.tokenizer import load_tokenizer
 from rosellm.models.weights import save_model
+from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.vllm_options import NEUTRAL, SAME_AS
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import MODERN, random_model, small_config
@@ -89,6 +90,8 @@ def test_a_prompt_without_room_fails_alone(llm):
     assert [o.finish_reason == "failed" for o in outputs] == [False, True, False]
     assert "leave no room" in outputs[1].error and outputs[1].text == ""
     assert [o.token_ids for o in outputs[::2]] == [o.token_ids for o in run(llm, prompts[::2])]
+    with pytest.warns(UserWarning, match="prompt 1"):
+        assert [len(o.outputs) for o in run(llm, prompts, SamplingParams(n=3, seed=0))] == [3, 3, 3]
     with pytest.raises(LongPromptError, match="the model has 64 positions"):
         run(llm, [[5] * N_POSITIONS])
 
@@ -269,6 +272,28 @@ def test_a_token_without_an_embedding_is_refused_only_where_a_prompt_has_it(copi
 
 
 # Outputs.
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_text_with_or_without_its_stop_token_is_the_same_streamed_and_beside_a_stop_string(
+    llm, stop, is_included
+):
+    asked = {"temperature": 0, "max_tokens": 8, "stop": stop, "include_stop_str_in_output": is_included}
+    plain = run(llm, "hello", SamplingParams(temperature=0, max_tokens=8))[0]
+    asked["stop_token_ids"] = [plain.token_ids[3]]
+    (output,) = run(llm, "hello", SamplingParams(**asked))
+    n = output.token_ids.index(plain.token_ids[3]) + is_included
+    assert output.text == llm.served.tokenizer.decode(plain.token_ids[:n], output.prompt_token_ids)
+    with StreamingManager(llm) as manager:
+        streamed = manager.add_request("hello", SamplingParams(**asked))
+        assert "".join(manager.stream_text(streamed)) == output.text
+
+
+def test_min_tokens_ban_the_end_of_sequence_even_if_it_is_ignored(llm):
+    params = {"temperature": 0, "max_tokens": 4, "min_tokens": 3, "logit_bias": {0: 100.0}}
+    (output,) = run(llm, "hello", SamplingParams(**params, ignore_eos=True))
+    assert [token == 0 for token in output.token_ids] == [False, False, False, True]
 
 
 def test_an_output_shows_its_text_and_becomes_json(llm):

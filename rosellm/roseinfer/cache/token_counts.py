@@ -134,8 +134,8 @@ def _ends_with(output: list[int], tokens: list[int]) -> bool:
 def _stops_of(sequence: Sequence, position: int) -> Entries:
     """Return the stop tokens and their entries, as :func:`entries_of` does."""
     entries = dict(zip(*entries_of(sequence, position), strict=True))
-    default, stops = float16_bits(_default_bias(sequence)), np.array(sequence.stop_tokens, np.int32)
-    return stops, np.array([entries.get(token, default) for token in sequence.stop_tokens], np.int32)
+    default, stops = float16_bits(_default_bias(sequence)), np.array(sequence.late_tokens, np.int32)
+    return stops, np.array([entries.get(token, default) for token in sequence.late_tokens], np.int32)
 
 
 def dense_entries(sequence: Sequence, vocab_size: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _biases(sequence: Sequence, position: int) -> dict[int, float]:
     biases = dict.fromkeys(allowed or (), 0.0)
     given = params.logit_bias or {}
     biases |= {token: bias for token, bias in given.items() if allowed is None or token in biases}
-    stops = sequence.stop_tokens if position < _first_stop(sequence) else ()
+    stops = sequence.late_tokens if position < _first_stop(sequence) else ()
     bad = [word[0] for word in sequence.bad_words if len(word) == 1]
     return biases | dict.fromkeys((*bad, *stops), BANNED)
 

@@ -398,7 +398,7 @@ class StreamingManager:
     def _finish(self, stream: Stream) -> None:
         """Deliver the rest of an ended request's text, and its result."""
         sequence = stream.sequence
-        self._deliver(stream, stream.text.take_last(int(sequence.finish_reason == "stop")), perf_counter())
+        self._deliver(stream, stream.text.take_last(sequence.n_without_text), perf_counter())
         del self._running[sequence.request_id]
         output = self._scheduler.take_result(sequence.request_id)
         stream.metrics.preemptions = output.metrics.preemptions
