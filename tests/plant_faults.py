@@ -136,6 +136,8 @@ FAULTS = (
           "self.seed + i", "self.seed"),
     Fault("request", "roseinfer/request.py", "test_scheduler.py",
           "/ (n - 1) if n > 1", "/ n if n > 1"),
+    Fault("logprobs of prompts", "layers/logprobs.py", "test_logprobs.py",
+          "cls(sequence, start + 1,", "cls(sequence, start,"),
     Fault("log-probabilities", "roseinfer/outputs.py", "test_logprobs.py",
           "enumerate(most, 1)", "enumerate(most)"),
     Fault("likely tokens", "kernels/likely.py", "test_likely.py",
