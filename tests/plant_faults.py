@@ -136,7 +136,7 @@ FAULTS = (
           "self.seed + i", "self.seed"),
     Fault("request", "roseinfer/request.py", "test_scheduler.py",
           "/ (n - 1) if n > 1", "/ n if n > 1"),
-    Fault("logprobs of prompts", "layers/logprobs.py", "test_logprobs.py",
+    Fault("prompt logprobs", "layers/logprobs.py", "test_biased_sampling.py",
           "cls(sequence, start + 1,", "cls(sequence, start,"),
     Fault("log-probabilities", "roseinfer/outputs.py", "test_logprobs.py",
           "enumerate(most, 1)", "enumerate(most)"),
