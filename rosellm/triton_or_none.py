@@ -40,3 +40,13 @@ def _module(name: str) -> Any:
 triton, tl = _module("triton"), _module("triton.language")
 TensorDescriptor = _module("triton.tools.tensor_descriptor").TensorDescriptor
 has_triton = not isinstance(triton, _Absent)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up; ``triton.cdiv`` is many times slower on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least ``n >= 1``."""
+    return 1 << (n - 1).bit_length()

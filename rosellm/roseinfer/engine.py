@@ -308,13 +308,15 @@ class Engine(Owned):
     @torch.inference_mode()
     def _working_bytes(self) -> int:
         """Measure the bytes that steps use besides the cache, by trial runs with a cache of one block."""
-        memory = GPUMemory(self.device, self.group.least)
+        memory, rows = GPUMemory(self.device, self.group.least), None if self._warms else self.max_batch_size
         if self.device.type == "cuda":
-            step, rows = self._step_on(self._cache_of(1)), None if self._warms else self.max_batch_size
-            compile_ahead(step.rehearsals(self._rehearsed_tokens) + step.warm_ups(rows))
+            step = self._step_on(self._cache_of(1))
+            compile_ahead(step.warm_ups(rows) + step.rehearsals(self._rehearsed_tokens))
             self._is_compiled = self._warms
             del step
-        return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
+        return working_bytes(
+            lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory, rows
+        )
 
     @property
     def _rehearsed_tokens(self) -> int:

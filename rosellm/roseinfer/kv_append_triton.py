@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 _KERNELS = "_kv_append_kernel", "_kv_append_full_batch_kernel", "_kv_append_identity_pos_kernel"
 ROLES = dict.fromkeys(_KERNELS, "append")
@@ -136,7 +136,7 @@ def kv_append_triton_identity_pos(
 
 def _constants(cache: Tensor) -> dict[str, int]:
     _, n_kv_heads, block_size, head_dim = cache.shape
-    width = triton.next_power_of_2(n_kv_heads * head_dim)
+    width = next_power_of_2(n_kv_heads * head_dim)
     return {
         "H_KV": n_kv_heads,
         "BLOCK_SIZE": block_size,

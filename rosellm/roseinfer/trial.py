@@ -64,24 +64,20 @@ def _estimated_bytes(gpt: Transformer, n_rows: int) -> int:
     return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4
 
 
-def working_bytes(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
+def working_bytes(
+    build: Callable[[], Step], n_tokens: int, memory: GPUMemory, rows: int | None = None
+) -> int:
     """Return the bytes used by the largest prefill, the largest decode steps and all graphs.
 
     build: makes a step. The size of its KV cache does not matter, since inert inputs touch no block.
     n_tokens: number of tokens of the largest prefill.
+    rows: the batch size whose decode steps' kernels are loaded before the measurement; None for all kernels.
 
-    The trial runs twice: the first trial loads kernels and libraries, which stay loaded, so the second trial
-    does not count them.
+    A prefill runs and the largest graphs are captured. All smaller graphs are assumed to reuse the memory of
+    the largest, and to have as many nodes. Kernels and libraries are loaded before: they stay loaded, and are
+    not counted.
     """
-    _trial(build, n_tokens, memory)
-    return _trial(build, n_tokens, memory)
-
-
-def _trial(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
-    """Run a prefill, capture the largest graphs, and return the bytes used, extrapolated to all graphs.
-
-    All smaller graphs are assumed to reuse the memory of the largest, and to have as many nodes.
-    """
+    _load(build(), n_tokens, rows)
     memory.settle()
     free, reserved = memory.free, memory.reserved
     step = build()
@@ -95,3 +91,9 @@ def _trial(build: Callable[[], Step], n_tokens: int, memory: GPUMemory) -> int:
     nodes = free - memory.free - (memory.reserved - reserved)  # allocated by the driver, not by torch
     n_graphs = len(largest) + len(step.captures())
     return taken + (max(nodes, 0) + DRIVER_BYTES) * n_graphs // len(largest)
+
+
+def _load(step: Step, n_tokens: int, rows: int | None) -> None:
+    """Run the kernels, and capture one graph, since libraries keep a workspace for the stream of captures."""
+    for run in step.warm_ups(rows) + step.rehearsals(n_tokens) + step.largest_captures()[:1]:
+        run()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_paged_attention_decode_kernel": "attention"}
 FIXED_NUM_WARPS, FIXED_NUM_STAGES = 4, 3
@@ -224,6 +224,6 @@ def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, conte
     _, n_kv_heads, block_size, _ = k_cache.shape
     strides = q.stride(0), k_new.stride(0), k_cache.stride(0), block_table.stride(0)
     arguments = out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale, *strides
-    padded = triton.next_power_of_2(head_dim)
+    padded = next_power_of_2(head_dim)
     sizes = {"H": n_heads, "H_KV": n_kv_heads, "D": head_dim, "D_PADDED": padded, "BLOCK_SIZE": block_size}
     return (batch, n_heads), arguments, sizes | {"WINDOW": window or 0}

@@ -163,6 +163,9 @@ class HungryStep:
         step = weakref.ref(self)  # a pool is held as long as its graphs
         memory.held = lambda: GiB * bool(step() is not None and step().captured)
 
+    def warm_ups(self, rows: int | None):
+        return [self._load] * self.n_largest
+
     def rehearsals(self, n_tokens: int):
         return [lambda: self.memory.reserve(5 * GiB * n_tokens // 16384)]
 
@@ -172,8 +175,10 @@ class HungryStep:
     def captures(self):
         return [self._capture] * (40 - self.captured) if self.n_largest else []
 
-    def _capture(self) -> None:
+    def _load(self) -> None:
         self.memory.driver = max(self.memory.driver, 700 * MiB)  # kernels, which stay loaded
+
+    def _capture(self) -> None:
         if not self.captured:
             self.memory.reserve(GiB)
         self.captured += 1
@@ -228,10 +233,11 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
     )
     assert engine._working_bytes() > 0
     assert [blocks.max_blocks_per_layer for blocks, _ in tried] == [1, 1]
-    for _, step in tried:
-        assert max(step.worker.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
-        assert {bucket for bucket, _, _ in step.worker._steps} == {5}
-        assert {mode for _, mode, _ in step.worker._steps} == set(step.worker.next_tokens.chooser.modes(5))
-        assert max(step.worker.logprobs._runs) == SIZES[-1]
-        assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring
-        assert list(step.worker.logprobs._runs) == [SIZES[-1]]
+    (_, loaded), (_, step) = tried
+    assert list(loaded.worker.prompts._layer_runs) == [(384, "few")] and not loaded.worker._steps
+    assert max(step.worker.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
+    assert {bucket for bucket, _, _ in step.worker._steps} == {5}
+    assert {mode for _, mode, _ in step.worker._steps} == set(step.worker.next_tokens.chooser.modes(5))
+    assert max(step.worker.logprobs._runs) == SIZES[-1]
+    assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring
+    assert list(step.worker.logprobs._runs) == [SIZES[-1]]

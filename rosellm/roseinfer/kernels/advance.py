@@ -11,7 +11,7 @@ from torch import Tensor
 from rosellm.roseinfer.cache.device_state import ADVANCED, INERT, INT32_MAX, ROUNDS, DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.sampling import NOT_FINITE
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_advance_kernel": "sampling"}
 
@@ -95,7 +95,7 @@ def advance(
     tiles = indices.shape[1]
     strides = state.rows.stride(0), state.ring.stride(0)
     compared, choose = indices if values is None else values, values is not None
-    options = {"WIDTH": triton.next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
+    options = {"WIDTH": next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
     _advance_kernel[(len(slots),)](
         state.rows, slots, compared, indices, state.ring, state.stop_tokens, *strides, tiles,
         N_STOPS=len(state.stop_tokens), **options, **constants,

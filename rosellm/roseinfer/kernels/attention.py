@@ -45,7 +45,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_decode_attention_kernel": "attention"}
 
@@ -405,7 +405,7 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
     if group == 1 and not variant.dot:
         return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes))
-    heads = triton.next_power_of_2(group)
+    heads = next_power_of_2(group)
     rows = max(SMALLEST_DOT, heads)
     return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(q), norms, False)
 

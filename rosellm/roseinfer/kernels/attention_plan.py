@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
@@ -105,7 +105,7 @@ def variant_for(
     single query head, if it is more than 1.5 times the mean. Lengths between two powers of two share one or
     two variants, because each variant is captured in its own graph.
     """
-    reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
+    reach, share = next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
         stay_whole = True
     elif group == 1:
@@ -132,7 +132,7 @@ def cut_rows(
     mean is ignored.
     """
     pieces = max(1, 2 * num_sms // kv_heads)
-    tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
+    tiles = rows * -(-next_power_of_2(max(longest, 1)) // 16)
     sizes = {"rows": rows, "tiles_each": tiles / pieces, "rows_each": rows / pieces}
     chosen = Variant(*best("cut_rows", **sizes, group=group, head_dim=head_dim))
     most = min(pieces, tiles) if tiles <= 8 * pieces else pieces * chosen.pieces
@@ -152,7 +152,7 @@ def whole_rows(
 
     mean is ignored.
     """
-    share, reach = rows * kv_heads / num_sms, triton.next_power_of_2(max(longest, 1))
+    share, reach = rows * kv_heads / num_sms, next_power_of_2(max(longest, 1))
     return Variant(*best("whole_rows", share=share, reach=reach, group=group, head_dim=head_dim))
 
 
@@ -240,7 +240,7 @@ def make_plan(
     n_rows, pieces = len(positions), variant.pieces
     starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
     covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
-    rows = max(PLANNED_ROWS, triton.next_power_of_2(n_rows))
+    rows = max(PLANNED_ROWS, next_power_of_2(n_rows))
     chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
     arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
     sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "LEAD": variant.lead, "WINDOW": window or 0}

@@ -1,14 +1,15 @@
 """Compile kernels on all cores before any of them is launched.
 
-Triton compiles a kernel at its first launch, and a step launches its kernels one after another. Most of a
-compilation runs outside Python, so threads can compile concurrently. Triton 3.6 also builds a C launcher at
-the first launch with each combination of argument types; the threads build that, too.
+Triton compiles a kernel at its first launch, and a step launches its kernels one after another. Of a
+compilation, only the front end runs in Python: threads take turns at it, and run all else concurrently.
+Triton 3.6 also builds a C launcher at the first launch with each combination of argument types; the threads
+build that, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock, get_ident
@@ -31,33 +32,66 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """
     if not has_triton:
         return
-    with (
-        tqdm(desc="compile", total=0, unit=" kernels", delay=1) as bar,
-        _Compilers(bar) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        _launching_nothing(),
-    ):
-        for run in runs:
-            run()
+    jobs, bar = _Jobs(), tqdm(desc="compile", total=0, unit=" kernels", delay=1)
+    with _ONE_AT_A_TIME, bar, triton.AsyncCompileMode(jobs, ignore_errors=True):
+        try:
+            with _launching_nothing():
+                for run in runs:
+                    run()
+        finally:
+            jobs.start(bar)
 
 
-class _Compilers(ThreadPoolExecutor):
-    """A thread pool that compiles kernels, builds their launchers, and counts the kernels on ``bar``."""
+class _Jobs(Executor):
+    """An executor whose jobs each compile a kernel and build its launcher, and wait for :meth:`start`.
 
-    def __init__(self, bar: tqdm) -> None:
-        super().__init__()
-        self._bar, self._n_kernels = bar, 0
+    Until then, no compilation slows down the caller's Python.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Future, Callable[[], Any]]] = []
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:  # type: ignore[override]
-        self._n_kernels += 1
-        self._bar.total = self._n_kernels
-        future = super().submit(_with_launcher, compile_kernel)
-        future.add_done_callback(self._count)
-        return future
+        self._jobs.append((Future(), compile_kernel))
+        return self._jobs[-1][0]
 
-    def _count(self, _future: Future) -> None:
-        with self._bar.get_lock():
-            self._bar.update()
+    def start(self, bar: tqdm) -> None:
+        """Run all jobs, the first submitted first, and count them on ``bar``."""
+        bar.reset(len(self._jobs))
+        with _front_ends_in_turn(), ThreadPoolExecutor() as pool:
+            running = [pool.submit(_settle, *job) for job in self._jobs]
+            for _ in as_completed(running):
+                bar.update()
+
+
+def _settle(future: Future, compile_kernel: Callable[[], Any]) -> None:
+    """Compile a kernel, build its launcher, and set the result, or the error, of ``future``."""
+    try:
+        kernel = compile_kernel()
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        future.set_result(kernel)
+    except Exception as error:  # noqa: BLE001
+        future.set_exception(error)
+
+
+@contextmanager
+def _front_ends_in_turn() -> Iterator[None]:
+    """Let one thread at a time run Triton's front end, which is Python from its start to its end.
+
+    In turn, the first job is through after its own time; together, each would take as long as all of them.
+    """
+    source, turn = triton.compiler.ASTSource, Lock()
+    make_ir = source.make_ir
+
+    def make_ir_in_turn(*arguments: Any, **options: Any) -> Any:
+        with turn:
+            return make_ir(*arguments, **options)
+
+    source.make_ir = make_ir_in_turn
+    try:
+        yield
+    finally:
+        source.make_ir = make_ir
 
 
 def _compile_once(met: set[Any], kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
@@ -79,12 +113,6 @@ def _kind(value: Any) -> Any:
     return value
 
 
-def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
-    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-    return kernel
-
-
 @contextmanager
 def _launching_nothing() -> Iterator[None]:
     """Make this thread's launches compile their kernels without running them.
@@ -92,16 +120,15 @@ def _launching_nothing() -> Iterator[None]:
     A kernel's arguments are known only where it is launched, so ``kernel[grid]`` itself is replaced.
     """
     kernel_type = triton.runtime.KernelInterface
-    with _ONE_AT_A_TIME:
-        launch_on, owner = kernel_type.__getitem__, get_ident()
-        met: set[Any] = set()
+    launch_on, owner = kernel_type.__getitem__, get_ident()
+    met: set[Any] = set()
 
-        def name_only(kernel: Any, grid: Any) -> Any:
-            mine = get_ident() == owner
-            return partial(_compile_once, met, kernel, grid) if mine else launch_on(kernel, grid)
+    def name_only(kernel: Any, grid: Any) -> Any:
+        mine = get_ident() == owner
+        return partial(_compile_once, met, kernel, grid) if mine else launch_on(kernel, grid)
 
-        kernel_type.__getitem__ = name_only
-        try:
-            yield
-        finally:
-            kernel_type.__getitem__ = launch_on
+    kernel_type.__getitem__ = name_only
+    try:
+        yield
+    finally:
+        kernel_type.__getitem__ = launch_on

@@ -9,6 +9,7 @@ activations have the layout described in ``linear``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from rosellm.roseinfer.kernels.linear import (
 )
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM"}
 FEW_ROWS = 16
@@ -345,37 +346,42 @@ def few_rows_linear(
     fused |= {"NORM": "none" if norm is None else norm.kind}
     scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
     bias, sums = (x if it is None else it for it in (bias, sums))
-    options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), **launch_options(dependent)}
-    _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
+    options = {**_options(rows, k, cut, x.dtype, x.device), **launch_options(dependent)}
+    _few_rows_kernel[(cdiv(n, cut.block_n),)](
         x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
     )
     return out
 
 
-def _rows_held(rows: int) -> int:
-    return 1 if rows == 1 else 8 if rows <= 8 else 16
+@lru_cache(1024)
+def _options(
+    rows: int, k: int, cut: FewRowsShape, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """Return block sizes, warps and pipeline stages.
+
+    Shared memory for one stage is left to the chunks in registers.
+    """
+    block_m, step = 1 if rows == 1 else 8 if rows <= 8 else 16, cut.slices * cut.block_k
+    stages = fitting_stages(cut.stages + 1, block_m, cut.block_n, step, dtype.itemsize, device) - 1
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+        "ACROSS": max(1, min(cut.block_n, cut.warps // cut.slices)),
+        "SLICES": cut.slices,
+        "HELD": min(cut.held, cdiv(k, step)),
+        "num_warps": cut.warps,
+        "num_stages": max(1, stages),
+    }
 
 
-def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
-    held = min(cut.held, triton.cdiv(k, cut.slices * cut.block_k))
-    across = max(1, min(cut.block_n, cut.warps // cut.slices))
-    blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
-    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": held}
-
-
-def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
-    """Return warps and pipeline stages; shared memory for one stage is left to the chunks in registers."""
-    step = cut.slices * cut.block_k
-    stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
-    return {"num_warps": cut.warps, "num_stages": max(1, stages)}
-
-
+@lru_cache(1024)
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Return the fastest measured tiling.
 
     In the table, block_k 0 stands for about K / slices, and held 0 for all chunks.
     """
     shape = FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize))
-    block_k = shape.block_k or min(256, max(16, triton.next_power_of_2(k) // shape.slices))
-    held = shape.held or triton.cdiv(k, shape.slices * block_k)
+    block_k = shape.block_k or min(256, max(16, next_power_of_2(k) // shape.slices))
+    held = shape.held or cdiv(k, shape.slices * block_k)
     return shape._replace(block_k=block_k, held=held)

@@ -43,7 +43,7 @@ from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.filtered_head import Tiles, settings_of
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.noise import log2, row_key
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_choose_filtered_kernel": "sampling"}
 WARPS = 8
@@ -263,8 +263,8 @@ def choose_filtered(
     splits: maps (rows, chunks per row, device) to the number of programs per row with top-p only.
     """
     (rows, n_tiles), device = tiles.values.shape, tiles.values.device
-    sizes = Sizes(tiles.width, triton.next_power_of_2(n_tiles))
-    n_chunks = triton.cdiv(n_tiles, sizes.CHUNK // tiles.width)
+    sizes = Sizes(tiles.width, next_power_of_2(n_tiles))
+    n_chunks = cdiv(n_tiles, sizes.CHUNK // tiles.width)
     room = max(1, n_tiles // sizes.COPIED) * tiles.width
     sums, copies = (torch.empty(rows, n, device=device) for n in (sizes.DRAWS * n_chunks, room))
     listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))

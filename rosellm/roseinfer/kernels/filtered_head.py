@@ -19,7 +19,7 @@ from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape, store_best, w
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, tl, triton
 
 ROLES = {"_filtered_tiles_kernel": "head"}
 ELEMENTS_PER_WARP = 2048  # of a tile with penalties, which take registers
@@ -218,10 +218,11 @@ def filtered_tiles(
     """
     (rows, width), vocab = hidden.shape, len(weight)
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-    stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+    size, device = hidden.element_size(), hidden.device
+    stages = fitting_stages(stages, block_m, block_n, block_k, size, device)
     if counts is not None:
         warps = max(warps, block_m * block_n // ELEMENTS_PER_WARP)
-    n_tiles = triton.cdiv(vocab, block_n)
+    n_tiles = cdiv(vocab, block_n)
     values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
     indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
     arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
@@ -231,7 +232,7 @@ def filtered_tiles(
     table = indices if counts is None else counts
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
     options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
-    _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
+    _filtered_tiles_kernel[(cdiv(rows, block_m), n_tiles)](
         hidden, weight, tiles, settings_of(state), penalties, table, table.stride(0), rows, vocab, n_tiles,
         K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from rosellm.roseinfer.kernels.draw import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
@@ -138,8 +138,9 @@ def best_tokens(
     rows, width = hidden.shape
     vocab = weight.shape[0]
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-    stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
-    tiles = triton.cdiv(vocab, block_n)
+    size, device = hidden.element_size(), hidden.device
+    stages = fitting_stages(stages, block_m, block_n, block_k, size, device)
+    tiles = cdiv(vocab, block_n)
     values = torch.empty(rows, tiles, device=hidden.device)
     indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
     state = temperature, seeds, positions
@@ -147,7 +148,7 @@ def best_tokens(
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
     options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
     constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
-    _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
+    _best_tokens_kernel[(cdiv(rows, block_m), tiles)](
         hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
     )
     return values, indices

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.candidates import float_of, ordered_bits
 from rosellm.roseinfer.sampling import MOST_LOGPROBS
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_tile_maxima_kernel": "sampling", "_store_likely_kernel": "sampling"}
 TILE = 1024
@@ -141,7 +141,7 @@ def store_likely(
     have any row stride, and tokens and rounds any one stride; ring may be pinned memory of the host.
     """
     n, size = logits.shape
-    tiles = triton.cdiv(size, TILE)
+    tiles = cdiv(size, TILE)
     keys = torch.empty(n, tiles, dtype=torch.int64, device=logits.device)
     masses = torch.empty(n, tiles, device=logits.device)
     numbers = torch.empty(n, tiles, dtype=torch.int32, device=logits.device)
@@ -149,5 +149,5 @@ def store_likely(
     _tile_maxima_kernel[(n, tiles)](logits, tokens, slots, *found, *sizes, TILE=TILE)
     _store_likely_kernel[(n,)](
         logits, tokens, slots, rounds, wanted, *found, ring, *sizes, ring.stride(0),
-        ROUNDS=len(ring), WORDS=ring.shape[2], WIDTH=triton.next_power_of_2(tiles), TILE=TILE,
+        ROUNDS=len(ring), WORDS=ring.shape[2], WIDTH=next_power_of_2(tiles), TILE=TILE,
     )  # fmt: skip

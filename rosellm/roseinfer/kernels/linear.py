@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.triton_or_none import TensorDescriptor, tl, triton
+from rosellm.triton_or_none import TensorDescriptor, cdiv, tl, triton
 
 ROLES = {"_some_rows_kernel": "GEMM"}
 Activation = Literal["none", "gelu", "swiglu"]
@@ -100,9 +100,14 @@ def shared_memory(device: torch.device) -> int | None:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-def fitting_stages(stages: int, block_m: int, block_n: int, block_k: int, x: Tensor) -> int:
-    """Return how many of ``stages`` pipeline stages, at least 1, fit the shared memory of x's device."""
-    limit, stage = shared_memory(x.device), (block_m + block_n) * block_k * x.element_size()
+def fitting_stages(
+    stages: int, block_m: int, block_n: int, block_k: int, itemsize: int, device: torch.device
+) -> int:
+    """Return how many of ``stages`` pipeline stages, at least 1, fit the device's shared memory.
+
+    itemsize: bytes of an element of the operands.
+    """
+    limit, stage = shared_memory(device), (block_m + block_n) * block_k * itemsize
     return stages if limit is None else max(1, min(stages, limit // stage))
 
 
@@ -277,14 +282,14 @@ def some_rows_linear(
     width = output_width(n, activation)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
     block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype, parts)
-    stages = fitting_stages(stages, block_m, block_n, block_k, x)
+    stages = fitting_stages(stages, block_m, block_n, block_k, x.element_size(), x.device)
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
     added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
     options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
     tiles = None, None
     if copies:
         tiles = _described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
-    _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
+    _some_rows_kernel[(cdiv(n, block_n), cdiv(rows, block_m), parts)](
         x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
     )
     return out

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.triton_or_none import has_triton, tl, triton
+from rosellm.triton_or_none import cdiv, has_triton, tl, triton
 
 ROLES = {"_gumbel_noise_kernel": "sampling"}
 ROUNDS = 10
@@ -138,7 +138,7 @@ def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Te
     stride and must be on the device where Triton runs.
     """
     out = torch.empty(len(seeds), vocab_size, device=seeds.device)
-    grid = (len(seeds), triton.cdiv(vocab_size, COLUMNS))
+    grid = (len(seeds), cdiv(vocab_size, COLUMNS))
     strides = seeds.stride(0), positions.stride(0)
     _gumbel_noise_kernel[grid](out, seeds, positions, *strides, vocab_size, COLUMNS=COLUMNS)
     return out

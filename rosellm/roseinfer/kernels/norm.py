@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import silu
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_kernel": "elementwise"}
 
@@ -154,7 +154,7 @@ def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Ten
     """
     rows, width = len(ids), tokens.shape[1]
     out = tokens.new_empty(rows, width)
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     strides = ids.stride(0), positions.stride(0)
     table, learned = tokens if places is None else places, places is not None
     options = {"num_warps": _warps(padded), **launch_options(dependent)}
@@ -168,7 +168,7 @@ def add_norm(*, x, delta=None, bias=None, scale, shift, eps, dependent: int = Fa
     """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous."""
     rows, width = x.shape
     out = x.new_empty(rows, width)
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     parts = 0 if delta is None else len(delta)
     given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
     delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
@@ -183,7 +183,7 @@ def silu_mul(*, x, dependent: int = False) -> Tensor:
     """Compute SwiGLU as :func:`silu_mul_ref` does, in Triton; x must be contiguous."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     options = {"num_warps": _warps(block), **launch_options(dependent)}
-    _silu_mul_kernel[(rows, triton.cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
+    _silu_mul_kernel[(rows, cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
     return out

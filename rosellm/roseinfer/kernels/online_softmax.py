@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.attention_plan import Plan
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_combine_pieces_kernel": "attention"}
 COMBINED_AT_ONCE = 64  # maximum number of partial results loaded at once
@@ -227,8 +227,8 @@ def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = F
     dependent: the launch mode, as in ``launch_options``.
     """
     batch, n_heads, head_dim = out.shape
-    padded = triton.next_power_of_2(head_dim)
-    parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))
+    padded = next_power_of_2(head_dim)
+    parts = min(COMBINED_AT_ONCE, next_power_of_2(plan.variant.pieces // batch + 2))
     warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
     _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
         out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, by_cut,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.triton_or_none import TensorDescriptor, tl, triton
+from rosellm.triton_or_none import TensorDescriptor, next_power_of_2, tl, triton
 
 SMALLEST_DOT = 16  # minimum of each dimension in tl.dot
 LOG2_E = math.log2(math.e)
@@ -90,7 +90,7 @@ def layer_arguments(
     """
     _, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
-    padded = max(smallest, triton.next_power_of_2(head_dim))
+    padded = max(smallest, next_power_of_2(head_dim))
     new = NewTokens(q, k_new, v_new, q.stride(0), k_new.stride(0))
     shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size)
     return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.norm import add_norm_ref, load_affine, normed
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_sum_add_norm_kernel": "norm"}
 HALVES = 2  # halves of the memory, used alternately: a rank is at most one sum ahead of another
@@ -120,7 +120,7 @@ def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False)
         turn[0] = (turn[0] + 1) % HALVES
         places = half, half + _flags_end(most_rows, n_ranks)
         out = x.new_empty(rows, width)
-        padded = triton.next_power_of_2(width)
+        padded = next_power_of_2(width)
         given = {"BIAS": bias is not None, "SHIFT": shift is not None, "RANK": rank, "RANKS": n_ranks}
         bias, shift = (x if it is None else it for it in (bias, shift))
         options = {"num_warps": max(1, min(16, padded // 256)), **launch}

@@ -10,7 +10,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import PartialRows
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_combine_tiles_kernel": "attention"}
 ROWS, PARTS = 4, 4  # queries per program, and partial results of each that are loaded at once
@@ -81,8 +81,8 @@ def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles, dependent: in
     the launch mode, as in ``launch_options``.
     """
     (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
-    _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](
+    _combine_tiles_kernel[(n_pieces, n_heads, cdiv(tiles.size, ROWS))](
         out, partial, tiles.columns, tiles.columns.stride(0), n_heads, head_dim,
-        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS,
+        next_power_of_2(head_dim), tiles.size, ROWS, PARTS,
         **launch_options(dependent),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rosellm.models.rope import Rotary, rotate
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_position_heads_kernel": "elementwise"}
 WARPS = 4
@@ -141,11 +141,11 @@ def position_heads(*, q, k, positions, rotary, dependent: int = False) -> None:
     q and k are slices of one fused projection, with a common row stride and contiguous ``[H, D]``.
     """
     rows, n_heads, head_dim = q.shape
-    n_kv, padded = k.shape[1], triton.next_power_of_2(head_dim // 2)
+    n_kv, padded = k.shape[1], next_power_of_2(head_dim // 2)
     has_norms = rotary.q_norm is not None
     norms = (rotary.q_norm, rotary.k_norm) if has_norms else (q, k)
     strides = q.stride(0), positions.stride(0)
-    heads = {"H_PADDED": triton.next_power_of_2(n_heads), "H_KV_PADDED": triton.next_power_of_2(n_kv)}
+    heads = {"H_PADDED": next_power_of_2(n_heads), "H_KV_PADDED": next_power_of_2(n_kv)}
     sizes = {"H": n_heads, "H_KV": n_kv, **heads, "D": head_dim, "HALF_PADDED": padded}
     options = {"NORM": has_norms, "num_warps": WARPS, **launch_options(dependent)}
     _position_heads_kernel[(rows,)](

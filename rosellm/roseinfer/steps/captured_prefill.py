@@ -186,11 +186,11 @@ class CapturedPrefill:
     def warm_ups(self) -> list[Callable[[], object]]:
         """Return functions that run each kernel once, on padding only, to compile it before its capture."""
         runs: list[Callable[[], object]] = []
+        for places, mode in self._token_kinds():  # first, since their kernels take longest to compile
+            runs.append(partial(self.buffer.inertly, 1, places, partial(self._choose, places, mode)))
         for size in self._layer_sizes():
             run = partial(self._run_layers, *size, n_layers=1)
             runs.append(partial(self.buffer.inertly, size[0], PLACES[-1], run))
-        for places, mode in self._token_kinds():
-            runs.append(partial(self.buffer.inertly, 1, places, partial(self._choose, places, mode)))
         return runs
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:

@@ -114,7 +114,7 @@ def warm_up(step: Warmable, rows: int | None, n_tokens: int, is_compiled: bool, 
     if device.type == "cuda":
         rehearsals = step.rehearsals(n_tokens) if rows is None else []
         if not is_compiled:
-            compile_ahead(rehearsals + step.warm_ups(rows))
+            compile_ahead(step.warm_ups(rows) + rehearsals)
         runs = rehearsals + runs
     for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
         run()

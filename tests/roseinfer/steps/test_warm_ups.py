@@ -104,7 +104,7 @@ def test_on_a_gpu_a_warm_up_compiles_then_runs_and_rehearses_prefills_unless_row
         runs = [lambda act="run", name=name: noted.append((act, name))]
         monkeypatch.setattr(engine.step.worker, f"{name}s", lambda sizes, runs=runs: runs)
     engine.warm_up(rows)
-    compiled, run = [*first, "warm_up"], [*first, "capture"]
+    compiled, run = ["warm_up", *first], [*first, "capture"]
     assert noted == [*(("compile", name) for name in compiled), *(("run", name) for name in run)]
 
 
