@@ -21,6 +21,9 @@ class FakeMemory:
 
     def settle(self) -> None:
         gc.collect()
+        self.release()
+
+    def release(self) -> None:
         self.reserved = self.peak = self.held()
 
     @property

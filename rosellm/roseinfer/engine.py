@@ -22,7 +22,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.layer_blocks import KVBlockManager
 from rosellm.roseinfer.cache.limits import Limits, new_sequence
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
-from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
+from rosellm.roseinfer.kernels.compile_ahead import begin_hashing, compile_ahead
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.owned import Owned
@@ -140,6 +140,7 @@ class Engine(Owned):
 
         options: options of the constructor.
         """
+        begin_hashing()
         return cls(*load_parts(model, device, dtype, load_format, tokenizer=tokenizer), **options)
 
     @property

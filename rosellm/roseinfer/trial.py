@@ -85,7 +85,7 @@ def working_bytes(
     for run in step.rehearsals(n_tokens) + largest:
         run()
     taken = memory.peak - reserved
-    memory.settle()
+    memory.release()
     if not largest:
         return taken
     nodes = free - memory.free - (memory.reserved - reserved)  # allocated by the driver, not by torch

@@ -9,7 +9,7 @@ import torch
 
 
 class GPUMemory:
-    """The memory of one GPU, in bytes; torch keeps memory that it has reserved until :meth:`settle`.
+    """The memory of one GPU, in bytes; torch keeps memory that it has reserved until :meth:`release`.
 
     least: maps this rank's number to the minimum over all ranks (``group.Group.least``).
     """
@@ -18,11 +18,12 @@ class GPUMemory:
         self._device, self._least = device, least
 
     def settle(self) -> None:
-        """Return unused memory to the driver, and reset the peak.
-
-        Garbage is collected first, since a dropped engine may hold its KV cache until then.
-        """
+        """Collect garbage, since a dropped engine may hold its KV cache until then; then :meth:`release`."""
         gc.collect()
+        self.release()
+
+    def release(self) -> None:
+        """Return unused memory to the driver, and reset the peak."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -42,5 +43,5 @@ class GPUMemory:
 
     @property
     def peak(self) -> int:
-        """The peak number of bytes reserved by torch since the last :meth:`settle`."""
+        """The peak number of bytes reserved by torch since the last :meth:`release`."""
         return torch.cuda.max_memory_reserved(self._device)

@@ -11,16 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import partial
-from threading import Lock, get_ident
+from functools import cache, partial
+from threading import Lock, Thread, get_ident
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from rosellm.triton_or_none import TensorDescriptor, has_triton, triton
 
 _ONE_AT_A_TIME = Lock()
+
+
+def begin_hashing() -> None:
+    """Hash Triton's files in another thread: the first compilation, or look-up, takes 0.4 s for it."""
+    if has_triton and torch.cuda.is_available():
+        _hashing()
+
+
+@cache
+def _hashing() -> Thread:
+    thread = Thread(target=triton.runtime.cache.triton_key, daemon=True)
+    thread.start()
+    return thread
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
@@ -32,6 +46,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """
     if not has_triton:
         return
+    _hashing().join()
     jobs, bar = _Jobs(), tqdm(desc="compile", total=0, unit=" kernels", delay=1)
     with _ONE_AT_A_TIME, bar, triton.AsyncCompileMode(jobs, ignore_errors=True):
         try:

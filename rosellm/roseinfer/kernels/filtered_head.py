@@ -22,7 +22,7 @@ from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import cdiv, tl, triton
 
 ROLES = {"_filtered_tiles_kernel": "head"}
-ELEMENTS_PER_WARP = 2048  # of a tile with penalties, which take registers
+PENALISED_ROWS = 64  # most rows of a tile with penalties, which take registers
 
 
 class Tiles(NamedTuple):
@@ -218,10 +218,9 @@ def filtered_tiles(
     """
     (rows, width), vocab = hidden.shape, len(weight)
     block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+    block_m = block_m if counts is None else min(block_m, PENALISED_ROWS)
     size, device = hidden.element_size(), hidden.device
     stages = fitting_stages(stages, block_m, block_n, block_k, size, device)
-    if counts is not None:
-        warps = max(warps, block_m * block_n // ELEMENTS_PER_WARP)
     n_tiles = cdiv(vocab, block_n)
     values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
     indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)

@@ -119,4 +119,4 @@ def warm_up(step: Warmable, rows: int | None, n_tokens: int, is_compiled: bool, 
     for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
         run()
     if runs and device.type == "cuda":
-        GPUMemory(device).settle()  # frees memory cached by the runs before each capture
+        GPUMemory(device).release()  # frees memory cached by the runs before each capture
