@@ -17,7 +17,9 @@ if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswi
 
 import torch
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # kernels compile in less time
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if TYPE_CHECKING:

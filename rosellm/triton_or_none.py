@@ -39,6 +39,9 @@ def _module(name: str) -> Any:
 
 triton, tl = _module("triton"), _module("triton.language")
 TensorDescriptor = _module("triton.tools.tensor_descriptor").TensorDescriptor
+gluon, gl = _module("triton.experimental.gluon"), _module("triton.experimental.gluon.language")
+hopper = _module("triton.experimental.gluon.language.nvidia.hopper")
+GluonDescriptor = _module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
 has_triton = not isinstance(triton, _Absent)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rosellm.triton_or_none import TensorDescriptor, has_triton, triton
+from rosellm.triton_or_none import GluonDescriptor, TensorDescriptor, has_triton, triton
 
 _ONE_AT_A_TIME = Lock()
 
@@ -123,7 +123,7 @@ def _kind(value: Any) -> Any:
         return tuple(map(_kind, value))
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
         return value.base.dtype, *value.block_shape
     return value
 

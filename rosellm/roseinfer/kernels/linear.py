@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import TensorDescriptor, cdiv, tl, triton
@@ -267,21 +268,25 @@ def output_width(n: int, activation: Activation) -> int:
 
 def some_rows_linear(
     *, x, weight, bias=None, activation: Activation = "none", parts=1,
-    dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True,
+    dependent: int = False, shape: ShapeOf | None = None, copies: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as :func:`some_rows_linear_ref` does, in Triton.
 
     All tensors must be contiguous.
 
     dependent: the launch mode, as in ``launch_options``.
-    shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages.
+    shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages; None for the fastest
+        measured ones, or for ``ring.ring_linear`` where that is faster.
     copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
+    if shape is None and ring.is_faster(x, weight, activation, parts):
+        fused = {"bias": bias, "activation": activation}
+        return ring.ring_linear(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
     rows, k = x.shape
     n = weight.shape[0]
     width = output_width(n, activation)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-    block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype, parts)
+    block_m, block_n, block_k, warps, stages = (shape or some_rows_shape)(rows, n, k, x.dtype, parts)
     stages = fitting_stages(stages, block_m, block_n, block_k, x.element_size(), x.device)
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
     added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}

@@ -32,13 +32,14 @@ from rosellm.roseinfer.kernels import (
     penalties,
     prefill,
     prefill_pieces,
+    ring,
     rotary,
 )
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
+LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, ring, rotary
 OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
 ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.ROLES.items()}
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
+from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.layers.products import (
@@ -28,6 +29,7 @@ from rosellm.roseinfer.layers.products import (
     activation_apart,
     activation_fused,
     can_pack,
+    has_ring,
 )
 
 
@@ -111,13 +113,19 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
     return embed(ids=ids, positions=positions, tokens=model.token_embedding.weight, places=table)
 
 
-def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
+def fastest_products(
+    rows: int, layer_parameters: int, with_ring: bool = False
+) -> Literal["few", "some", "library"]:
     """Return which GEMMs make whole steps fastest on an H200: "few", "some" or "library".
 
     The larger a layer, the smaller the number of rows up to which fusing norms is worthwhile, and up to which
-    our kernels are faster than cuBLAS. layer_parameters: number of parameters per layer.
+    our kernels are faster than cuBLAS.
+
+    layer_parameters: number of parameters per layer.
+    with_ring: whether "some" includes :func:`ring.ring_linear`.
     """
-    return best("products", rows=rows, parameters=layer_parameters)[0]
+    table = "ring_products" if with_ring and 2 <= rows <= ring.MOST_ROWS else "products"
+    return best(table, rows=rows, parameters=layer_parameters)[0]
 
 
 def build_layers(
@@ -140,5 +148,5 @@ def build_layers(
         return lambda rows: packed
     some = FusedLayers(model, SomeRowsProducts(model, kernels), kernels)
     layers: dict[str, Layers] = {"few": FewRowsLayers(model, kernels), "some": some, "library": library}
-    parameters = model.config.n_layer_parameters
-    return lambda rows: layers[fastest_products(rows, parameters)]
+    sizes = model.config.n_layer_parameters, has_ring(model, kernels)
+    return lambda rows: layers[fastest_products(rows, *sizes)]

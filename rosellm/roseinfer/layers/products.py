@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
+from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.linear import parts_of
-from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.linear import parts_of as linear_parts_of
+from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
@@ -218,9 +219,9 @@ class SomeRowsProducts(PlainProducts):
     Their partial sums are added up by the next norm. parts_of: maps (rows, n, k) to the number of ranges.
     """
 
-    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts | None = None) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        self.parts_of = parts_of
+        self.parts_of = parts_of or (ring_parts_of if has_ring(model, kernels) else linear_parts_of)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].out.weight)
@@ -231,3 +232,14 @@ class SomeRowsProducts(PlainProducts):
     def _in_parts(self, x: Tensor, weight: Tensor) -> Tensor:
         parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
+
+
+def has_ring(model: Transformer, kernels: Kernels) -> bool:
+    """Return whether ``kernels.some_rows_linear`` may use :func:`ring.ring_linear` for this model."""
+    stock = TRITON.some_rows_linear, TRITON_DEPENDENT.some_rows_linear
+    return kernels.some_rows_linear in stock and ring.runs_on(model.device, model.dtype)
+
+
+def ring_parts_of(rows: int, n: int, k: int) -> int:
+    """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
+    return (ring.parts_of if 2 <= rows <= ring.MOST_ROWS else linear_parts_of)(rows, n, k)

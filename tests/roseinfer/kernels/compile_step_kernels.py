@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer import assembly
-from rosellm.roseinfer.kernels import attention, linear, prefill
+from rosellm.roseinfer.kernels import attention, linear, prefill, ring
 from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM
@@ -72,6 +72,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
     JITFunction.run = compile_only
     CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
+    ring.runs_on = lambda *_arguments: capability == H200
     attention.dot_dtype = prefill.dot_dtype = lambda q: TRITON_DTYPES[q.dtype]
     assembly.graphs_on, assembly.room_of = lambda device: FakeGraphs(), lambda *_arguments: 16
     captured_prefill.CAPTURED_TOKENS = 384

@@ -1,0 +1,58 @@
+"""The GEMM whose weights are in flight before its input is ready: its spec, on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rosellm.roseinfer.kernels import ring
+from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
+from tests.roseinfer.kernels.kernel_checks import assert_near
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ACTIVATIONS = "none", "gelu", "swiglu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs wgmma, which Hopper GPUs have")
+@pytest.mark.parametrize("seed", range(60))
+def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(seed):
+    draw, dtype = random.Random(seed), (torch.bfloat16, torch.float16)[seed % 2]
+    torch.manual_seed(seed)
+    rows, k = draw.randint(1, ring.MOST_ROWS), 8 * draw.randint(1, 700)
+    parts = draw.choice((1, 1, 2, 3, 4, 8))
+    activation = "none" if parts > 1 else draw.choice(ACTIVATIONS)
+    n = 2 * draw.randint(1, 2500)
+    x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
+    x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
+    given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
+    given["bias"] = bias.to(dtype) if parts == 1 and draw.random() < 0.5 else None
+    poison = torch.full((parts * rows * n,), float("nan"), device="cuda", dtype=dtype if parts == 1 else None)
+    del poison
+    found = ring.ring_linear(**given, dependent=draw.random() < 0.5)
+    assert_sums_are(found, given)
+
+
+def assert_sums_are(found, given):
+    """Ranges of K are in whole tiles here, and equally long in the spec: their sums are compared."""
+    if given["parts"] == 1:
+        assert_near(found, some_rows_linear_ref(**given))
+    else:
+        whole = some_rows_linear_ref(**given | {"parts": 1, "x": given["x"].float()})
+        assert len(found) == given["parts"]
+        assert_near(found.sum(dim=0), whole, 2e-3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(768, 768), (768, 3072), (1024, 3072), (2048, 8192), (4096, 14336)])
+def test_k_is_split_until_the_gpu_is_full_but_not_into_crumbs(n, k):
+    parts = ring.parts_of(8, n, k)
+    programs, tiles = parts * n // ring.BLOCK_N, k / parts / ring.BLOCK_K
+    assert programs <= ring.MOST_PROGRAMS and tiles >= 3
+    assert 2 * programs > ring.MOST_PROGRAMS or tiles < 8
+
+
+def test_on_a_cpu_no_product_is_by_ring():
+    x, weight = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4096, 64, dtype=torch.bfloat16)
+    assert not ring.is_faster(x, weight, "gelu", 1)
