@@ -108,5 +108,6 @@ class LogprobRing:
 
     def _find(self, size: int) -> None:
         _, slots, wanted = self._inputs[: 3 * size].view(3, size)
-        logits, tokens, rounds = self._logits(self._hidden[:size]), self._state.tokens, self._state.rounds
-        self.store(logits=logits, tokens=tokens, rounds=rounds, slots=slots, wanted=wanted, ring=self._ring)
+        logits, state = self._logits(self._hidden[:size]).float(), self._state
+        given = {"logits": logits, "tokens": state.tokens, "rounds": state.rounds}
+        self.store(**given, slots=slots, wanted=wanted, ring=self._ring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.linear import parts_of
-from rosellm.roseinfer.kernels.table import TORCH, TRITON
-from rosellm.roseinfer.layers.fused import Layers, build_layers
+from rosellm.roseinfer.kernels.table import TORCH, TRITON, TRITON_DEPENDENT
+from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
 from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
@@ -65,6 +67,24 @@ def test_every_variant_gives_the_models_states(variant, shape, device):
         layers_for = build_layers(*VARIANTS[variant], model, kernels)
         for each in lengths:
             assert_gives_the_models_states(layers_for(sum(each)), model, each)
+
+
+@pytest.mark.parametrize("kernels", [TRITON, TRITON_DEPENDENT], ids=["ordinary", "dependent"])
+def test_where_weights_can_be_in_a_ring_2_to_64_rows_take_it_unless_the_kernel_is_a_readers(
+    monkeypatch, kernels
+):
+    monkeypatch.setattr(ring, "runs_on", lambda device, dtype: True)
+    model = random_model(0, small_config(d_model=1024, d_ff=4096, n_layers=1))
+    layers_for = build_layers(*VARIANTS["small_m"], model, kernels)
+    of_another = replace(kernels, some_rows_linear=lambda **operands: kernels.some_rows_linear(**operands))
+    without = build_layers(*VARIANTS["small_m"], model, of_another)
+    assert isinstance(layers_for(1), FewRowsLayers) and isinstance(without(8), FewRowsLayers)
+    for rows in (2, 64):
+        assert layers_for(rows).products.parts_of(rows, 1024, 4096) == ring.parts_of(rows, 1024, 4096)
+    assert without(64).products.parts_of is parts_of
+    assert layers_for(65).products.parts_of(65, 1024, 4096) == parts_of(65, 1024, 4096)
+    small = random_model(0)  # few parameters: fused norms win
+    assert isinstance(build_layers(*VARIANTS["small_m"], small, kernels)(8), FewRowsLayers)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

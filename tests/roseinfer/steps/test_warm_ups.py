@@ -13,6 +13,8 @@ from triton import language as tl
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.steps import step as step_module
 from tests import helpers
 from tests.fake_memory import FakeMemory
@@ -124,6 +126,19 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
         prompts = random_prompts([draw.randint(33, 60) for _ in range(16)], seed=seed)
         engine.begin_prefill(helpers.greedy_sequences(engine, prompts, 4))
     assert launches and set(launches) <= rehearsed
+
+
+def test_log_probabilities_of_16_bit_logits_are_captured_too(captured):
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+    found = []
+    for kernels in ("torch", "triton"):
+        engine = small_engine(random_model(0).half(), recipe="resident_step", kernels=kernels)
+        outputs = OfflineScheduler(engine).run(random_prompts([5, 3]), params)
+        found.append([likely for output in outputs for likely in output.logprobs])
+    for specified, likely in zip(*found, strict=True):
+        assert list(likely) == list(specified)
+        for token, entry in specified.items():
+            assert likely[token].logprob == pytest.approx(entry.logprob, abs=0.02)
 
 
 def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_raises():
