@@ -1,14 +1,20 @@
-"""The command ``python -m rosellm.bench NAME``."""
+"""Benchmarks by name: ``python -m rosellm.bench NAME``."""
 
-import sys
+from __future__ import annotations
 
 from rosellm.bench import steps
+from rosellm.command_line import OneLineParser, command
 
-COMMANDS = {"steps": steps.main}
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark of that name."""
+    parser = OneLineParser(prog="python -m rosellm.bench", description="Run a benchmark.")
+    benchmarks = parser.add_subparsers(metavar="NAME", required=True)
+    steps.add_to(benchmarks.add_parser("steps", help="the time of a step for each number of rows"))
+    given = parser.parse_args(argv)
+    given.run(given)
+
 
 if __name__ == "__main__":
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in COMMANDS:
-        print(f"error: name a benchmark: python -m rosellm.bench {'|'.join(COMMANDS)}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(COMMANDS[name](sys.argv[2:]))
+    raise SystemExit(main())

@@ -7,14 +7,13 @@ the median of its steps.
 from __future__ import annotations
 
 import random
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rosellm.bench.options import add_device_options, add_record_option, count, counts
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
-from rosellm.command_line import OneLineParser, command
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
@@ -23,9 +22,10 @@ from rosellm.roseinfer.sampling import SamplingParams
 ROWS, TURNS, STEPS, SKIPPED = (1, 2, 4, 8, 16, 32, 64), 5, 32, 4
 
 
-def parse(argv: list[str] | None) -> Namespace:
-    _title, description = __doc__.strip().split("\n\n")
-    parser = OneLineParser(prog="python -m rosellm.bench steps", description=description)
+def add_to(parser: ArgumentParser) -> None:
+    """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
+    _title, parser.description = __doc__.strip().split("\n\n")
+    parser.set_defaults(run=run)
     add = parser.add_argument
     add("--rows", **counts(ROWS, 1024), help="sequences that decode together")
     add("--prompt-tokens", **count(64), help="length of every prompt, random ids")
@@ -34,13 +34,10 @@ def parse(argv: list[str] | None) -> Namespace:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
     add_record_option(parser)
     add_device_options(parser)
-    return parser.parse_args(argv)
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
+def run(given: Namespace) -> None:
     """Measure, print a table, and write the record if asked for."""
-    given = parse(argv)
     if given.json:
         check_writable(given.json)
     length = given.prompt_tokens + STEPS + 1

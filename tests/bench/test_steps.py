@@ -10,12 +10,13 @@ from statistics import median
 import pytest
 
 from rosellm.bench import steps
+from rosellm.bench.__main__ import main
 
 
 def test_the_record_holds_every_turn_and_reads_weights_and_keys_once(tmp_path, capsys):
     path = tmp_path / "steps.json"
-    options = ["--rows", "1,3", "--prompt-tokens", "9", "--turns", "2", "--device", "cpu"]
-    assert steps.main([*options, "--json", str(path)]) == 0
+    options = ["steps", "--rows", "1,3", "--prompt-tokens", "9", "--turns", "2", "--device", "cpu"]
+    assert main([*options, "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     shape, figures = record["engine"]["model_shape"], record["figures"]
     assert record["kind"] == "steps_by_rows" and list(figures) == ["1", "3"]
@@ -31,7 +32,7 @@ def test_the_record_holds_every_turn_and_reads_weights_and_keys_once(tmp_path, c
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("", "error: name a benchmark: python -m rosellm.bench steps"),
+        ("", "error: the following arguments are required: NAME"),
         ("steps --rows 0", "error: argument --rows: '0' is not a whole number, 1 or more"),
         ("steps --prompt-tokens 600", "error: max_model_len is 633; it must be"),
         ("steps --model nobody/knows --load-format dummy", "error: no shape is known for 'nobody/knows'"),

@@ -10,16 +10,12 @@ Weights that arrive before their GEMM's turn are what NVIDIA's CUTLASS example 6
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
-
-if TYPE_CHECKING:
-    from rosellm.roseinfer.kernels.linear import Activation
 
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
@@ -142,7 +138,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def is_faster(x: Tensor, weight: Tensor, activation: Activation, parts: int) -> bool:
+def is_faster(x: Tensor, weight: Tensor, activation: str, parts: int) -> bool:
     """Return whether the kernel can run, and is faster than ``linear.some_rows_linear`` on an H200."""
     rows, k = x.shape
     if not (2 <= rows <= MOST_ROWS and k % 8 == 0 and runs_on(x.device, x.dtype)):
@@ -162,9 +158,7 @@ def parts_of(rows: int, n: int, k: int) -> int:
     return parts
 
 
-def ring_linear(
-    *, x, weight, bias=None, activation: Activation = "none", parts=1, dependent: int = False
-) -> Tensor:
+def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
     x: ``[M, K]`` with M at most ``MOST_ROWS``. The tensors must be contiguous, and K a multiple of 8.

@@ -14,7 +14,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.linear import parts_of as linear_parts_of
+from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
@@ -216,12 +216,14 @@ class PlainProducts:
 class SomeRowsProducts(PlainProducts):
     """The four GEMMs by ``linear.some_rows_linear``; ``out`` and ``down`` split K into ranges.
 
-    Their partial sums are added up by the next norm. parts_of: maps (rows, n, k) to the number of ranges.
+    Their partial sums are added up by the next norm.
+
+    parts: maps (rows, n, k) to the number of ranges; None for the fastest.
     """
 
-    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts | None = None) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels, parts: Parts | None = None) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        self.parts_of = parts_of or (ring_parts_of if has_ring(model, kernels) else linear_parts_of)
+        self.parts_of = parts or (ring_parts_of if has_ring(model, kernels) else parts_of)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].out.weight)
@@ -242,4 +244,4 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
 
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
-    return (ring.parts_of if 2 <= rows <= ring.MOST_ROWS else linear_parts_of)(rows, n, k)
+    return (ring.parts_of if 2 <= rows <= ring.MOST_ROWS else parts_of)(rows, n, k)
