@@ -22,7 +22,7 @@ MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES = 200_000  # of a program's stages
 FEWEST_PROGRAMS, MOST_PROGRAMS = 40, 132
 
-async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton < 3.7
+async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # of an older Triton
 mbarrier = hopper.mbarrier
 
 
