@@ -22,8 +22,8 @@ MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES = 200_000  # of a program's stages
 FEWEST_PROGRAMS, MOST_PROGRAMS = 40, 132
 
-async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # of an older Triton
-mbarrier = hopper.mbarrier
+mbarrier, tma = hopper.mbarrier, hopper.tma
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
 
 
 @gluon.jit
