@@ -17,8 +17,9 @@ if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswi
 
 import torch
 
-if torch.cuda.is_available():
-    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # kernels compile in less time
+if torch.cuda.is_available():  # kernels compile and load in less time
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
