@@ -244,4 +244,5 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
 
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
-    return (ring.parts_of if 2 <= rows <= ring.MOST_ROWS else parts_of)(rows, n, k)
+    in_ring = 2 <= rows <= ring.MOST_ROWS and k % 8 == 0
+    return (ring.parts_of if in_ring else parts_of)(rows, n, k)

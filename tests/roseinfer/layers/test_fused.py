@@ -81,6 +81,8 @@ def test_where_weights_can_be_in_a_ring_2_to_64_rows_take_it_unless_the_kernel_i
     assert isinstance(layers_for(1), FewRowsLayers) and isinstance(without(8), FewRowsLayers)
     for rows in (2, 64):
         assert layers_for(rows).products.parts_of(rows, 1024, 4096) == ring.parts_of(rows, 1024, 4096)
+    assert layers_for(8).products.parts_of(8, 1024, 4100) == parts_of(8, 1024, 4100)  # rows that TMA refuses
+    assert ring.parts_of(8, 1024, 4100) != parts_of(8, 1024, 4100)
     assert without(64).products.parts_of is parts_of
     assert layers_for(65).products.parts_of(65, 1024, 4096) == parts_of(65, 1024, 4096)
     small = random_model(0)  # few parameters: fused norms win

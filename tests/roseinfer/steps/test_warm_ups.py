@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import pytest
@@ -142,11 +143,12 @@ def test_log_probabilities_of_16_bit_logits_are_captured_too(captured):
 
 
 def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_raises():
-    x = torch.zeros(16)
+    x, interval = torch.zeros(16), sys.getswitchinterval()
     compile_ahead([lambda: one_more_kernel[(1,)](x, SIZE=16)] * 3)
     assert x.tolist() == [0.0] * 16
     with pytest.raises(ZeroDivisionError):
         compile_ahead([lambda: 1 / 0])
+    assert sys.getswitchinterval() == interval
     one_more_kernel[(1,)](x, SIZE=16)
     assert x.tolist() == [1.0] * 16
 
