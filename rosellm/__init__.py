@@ -20,6 +20,7 @@ import torch
 if torch.cuda.is_available():  # kernels compile and load in less time
     os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton did before it had this variable
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

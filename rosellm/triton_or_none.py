@@ -42,6 +42,7 @@ TensorDescriptor = _module("triton.tools.tensor_descriptor").TensorDescriptor
 gluon, gl = _module("triton.experimental.gluon"), _module("triton.experimental.gluon.language")
 hopper = _module("triton.experimental.gluon.language.nvidia.hopper")
 GluonDescriptor = _module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+GluonASTSource = _module("triton.experimental.gluon._runtime").GluonASTSource
 has_triton = not isinstance(triton, _Absent)
 
 

@@ -1,17 +1,16 @@
 """Compile kernels on all cores before any of them is launched.
 
-Triton compiles a kernel at its first launch, and a step launches its kernels one after another. Of a
-compilation, only the front end runs in Python: threads take turns at it, and run all else concurrently.
-Triton 3.6 also builds a C launcher at the first launch with each combination of argument types; the threads
-build that, too.
+Triton compiles a kernel at its first launch, and a step launches its kernels one after another. Triton 3.6
+also builds a C launcher at the first launch with each combination of argument types.
 """
 
 from __future__ import annotations
 
-import sys
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Lock, Thread, get_ident
 from typing import Any
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rosellm.triton_or_none import GluonDescriptor, TensorDescriptor, has_triton, triton
+from rosellm.triton_or_none import GluonASTSource, GluonDescriptor, TensorDescriptor, has_triton, triton
 
-SWITCH_SECONDS = 0.05
 _ONE_AT_A_TIME = Lock()
 
 
@@ -60,10 +58,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
 
 
 class _Jobs(Executor):
-    """An executor whose jobs each compile a kernel and build its launcher, and wait for :meth:`start`.
-
-    Until then, no compilation slows down the caller's Python.
-    """
+    """An executor whose jobs each compile a kernel and build its launcher, and wait for :meth:`start`."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[Future, Callable[[], Any]]] = []
@@ -73,45 +68,104 @@ class _Jobs(Executor):
         return self._jobs[-1][0]
 
     def start(self, bar: tqdm) -> None:
-        """Run all jobs, the first submitted first, and count them on ``bar``."""
+        """Run all jobs, the first submitted first, and count them on ``bar``.
+
+        Kernels in Triton's cache are loaded. From the first one on that is not there, child processes compile
+        the kernels, and this process loads each when it is in the cache.
+        """
         bar.reset(len(self._jobs))
-        with _front_ends_in_turn(), ThreadPoolExecutor() as pool:
-            running = [pool.submit(_settle, *job) for job in self._jobs]
-            for _ in as_completed(running):
-                bar.update()
+        with _no_front_end():
+            n_cached = next((i for i, job in enumerate(self._jobs) if not _settle(*job)), len(self._jobs))
+            bar.update(n_cached)
+        remaining = self._jobs[n_cached:]
+        for i in _done_by_children([job for _, job in remaining]):
+            _settle(*remaining[i])
+            bar.update()
+        for future, job in remaining:
+            if not future.done():  # its child was killed
+                _settle(future, job)
 
 
-def _settle(future: Future, compile_kernel: Callable[[], Any]) -> None:
-    """Compile a kernel, build its launcher, and set the result, or the error, of ``future``."""
+def _settle(future: Future, compile_kernel: Callable[[], Any]) -> bool:
+    """Set the result, or the error, of ``future``; return False if the kernel is not in Triton's cache."""
     try:
-        kernel = compile_kernel()
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-        future.set_result(kernel)
+        future.set_result(_with_launcher(compile_kernel))
+    except _NotCached:
+        return False
     except Exception as error:  # noqa: BLE001
         future.set_exception(error)
+    return True
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    """Compile a kernel and build its launcher, or load both from Triton's cache; return the kernel."""
+    kernel = compile_kernel()
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
+
+
+def _done_by_children(jobs: list[Callable[[], Any]]) -> Iterator[int]:
+    """Compile kernels into Triton's cache on all cores; yield each job's index when it is done.
+
+    A compilation holds the interpreter lock for a third of its time, so that threads would wait for each
+    other. Forked children need neither imports nor copies of the jobs, and never touch the GPU. They take
+    indices from one pipe and write them to another.
+    """
+    (take, put), (collect, report) = os.pipe(), os.pipe()
+    os.write(put, b"".join(i.to_bytes(2, "big") for i in range(len(jobs))))
+    os.close(put)
+    n_children = min(len(jobs), len(os.sched_getaffinity(0)))
+    children = [_fork(jobs, take, report) for _ in range(n_children)]
+    os.close(report)
+    try:
+        while index := os.read(collect, 2):
+            yield int.from_bytes(index, "big")
+    finally:
+        while os.read(take, 4096):  # an interrupt: leave the children nothing to take
+            pass
+        for child in children:
+            os.waitpid(child, 0)
+        os.close(take)
+        os.close(collect)
+
+
+def _fork(jobs: list[Callable[[], Any]], take: int, report: int) -> int:
+    """Start a child that compiles until no index is left; return its process ID."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
+        if child := os.fork():
+            return child
+    try:
+        while index := os.read(take, 2):
+            with suppress(Exception):  # the parent meets it again
+                _with_launcher(jobs[int.from_bytes(index, "big")])
+            os.write(report, index)
+    finally:
+        os._exit(0)  # noqa: SLF001
+
+
+class _NotCached(Exception):
+    """A kernel that is not in Triton's cache was to be loaded from it."""
 
 
 @contextmanager
-def _front_ends_in_turn() -> Iterator[None]:
-    """Let one thread at a time run Triton's front end, which is Python from its start to its end.
+def _no_front_end() -> Iterator[None]:
+    """Make this thread's compilations of kernels that are not in Triton's cache raise ``_NotCached``."""
+    owner = get_ident()
+    originals = {source: source.make_ir for source in (triton.compiler.ASTSource, GluonASTSource)}
 
-    In turn, the first job is through after its own time; together, each would take as long as all of them.
-    Threads also interrupt each other's Python less often.
-    """
-    source, turn, interval = triton.compiler.ASTSource, Lock(), sys.getswitchinterval()
-    make_ir = source.make_ir
+    def make_ir(source: Any, *arguments: Any, **options: Any) -> Any:
+        if get_ident() == owner:
+            raise _NotCached
+        return originals[type(source)](source, *arguments, **options)
 
-    def make_ir_in_turn(*arguments: Any, **options: Any) -> Any:
-        with turn:
-            return make_ir(*arguments, **options)
-
-    source.make_ir = make_ir_in_turn
-    sys.setswitchinterval(SWITCH_SECONDS)
+    for kind in originals:
+        kind.make_ir = make_ir
     try:
         yield
     finally:
-        source.make_ir = make_ir
-        sys.setswitchinterval(interval)
+        for kind, original in originals.items():
+            kind.make_ir = original
 
 
 def _compile_once(met: set[Any], kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:

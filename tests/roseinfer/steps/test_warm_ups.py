@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
-import sys
+import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
@@ -143,14 +149,42 @@ def test_log_probabilities_of_16_bit_logits_are_captured_too(captured):
 
 
 def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_raises():
-    x, interval = torch.zeros(16), sys.getswitchinterval()
+    x = torch.zeros(16)
     compile_ahead([lambda: one_more_kernel[(1,)](x, SIZE=16)] * 3)
     assert x.tolist() == [0.0] * 16
     with pytest.raises(ZeroDivisionError):
         compile_ahead([lambda: 1 / 0])
-    assert sys.getswitchinterval() == interval
     one_more_kernel[(1,)](x, SIZE=16)
     assert x.tolist() == [1.0] * 16
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_children_compile_what_is_not_cached_and_this_process_what_a_killed_child_was_to(
+    killed, monkeypatch, tmp_path
+):
+    here, target, make_ir = os.getpid(), GPUTarget("cuda", 90, 32), ASTSource.make_ir
+
+    def noted(*arguments, **options):
+        with (tmp_path / "compiled").open("a") as file:
+            print(os.getpid(), file=file)
+        if killed and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make_ir(*arguments, **options)
+
+    current = {"device": lambda: 0, "stream": lambda device: 0, "target": lambda: target}
+    stand_in = {f"get_current_{what}": get for what, get in current.items()}
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=lambda *_arguments: None, **stand_in))
+    monkeypatch.setattr(ASTSource, "make_ir", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.zeros(16)
+    for _ in range(2):  # the second time, everything is cached
+        kernel = JITFunction(one_more_kernel.fn)
+        compile_ahead(lambda kernel=kernel, size=size: kernel[(1,)](x, SIZE=size) for size in (8, 16, 32))
+        assert len(kernel.device_caches[0][0]) == 3
+    compilers = list(map(int, (tmp_path / "compiled").read_text().split()))
+    assert compilers.count(here) == (3 if killed else 0)
+    assert len(compilers) - compilers.count(here) == (min(3, len(os.sched_getaffinity(0))) if killed else 3)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
