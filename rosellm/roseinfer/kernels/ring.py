@@ -3,7 +3,8 @@
 Each program owns 64 rows of the weight and one range of K. Before it waits for the kernel before it, it
 starts TMA copies of its first weight tiles into a ring of stages in shared memory; after the wait, the tiles
 of x follow, and each stage is filled again once its product is done. The products are transposed,
-``weight @ x.T``, so that the wide operand of ``wgmma`` is the weight and few rows of x are not padded.
+``weight @ x.T``, so that the wide operand of ``wgmma`` is the weight and few rows of x are not padded. For
+"swiglu", 8 rows of the gate alternate with 8 of the up projection, so that each thread has both factors.
 Weights that arrive before their GEMM's turn are what NVIDIA's CUTLASS example 63 shows.
 """
 
@@ -19,19 +20,18 @@ from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, nex
 
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
-SHARED_BYTES = 200_000  # of a program's stages
-FEWEST_PROGRAMS, MOST_PROGRAMS = 40, 132
+SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
+FEWEST_PROGRAMS, NUM_SMS = 40, 132
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
 
 
 @gluon.jit
-def _load_weights(w_desc, row, half, k, bar, ring, stage, GATED: gl.constexpr, pred):
-    """Start to copy one stage's weights: for "swiglu", rows of the gate and of the up projection."""
+def _load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
+    """Start to copy one stage's weights."""
     if GATED:
-        async_load(w_desc, [row, k], bar, ring.index(2 * stage), pred=pred)
-        async_load(w_desc, [half + row, k], bar, ring.index(2 * stage + 1), pred=pred)
+        async_load(w_desc, [row // 16, 0, 0, k], bar, ring.index(stage), pred=pred)
     else:
         async_load(w_desc, [row, k], bar, ring.index(stage), pred=pred)
 
@@ -49,83 +49,80 @@ def _ring_kernel(
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed result, over ``tiles`` tiles of K.
+    """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of K.
 
     REFILL: whether there are more tiles than stages.
     """
     GATED: gl.constexpr = ACTIVATION == "swiglu"
-    COPIES: gl.constexpr = 2 if GATED else 1
-    ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * COPIES, BLOCK_N, BLOCK_K], w_desc.layout)
+    PAIRS: gl.constexpr = BLOCK_N // 16  # of 8 rows of the gate and 8 of the up projection
+    if GATED:
+        ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, PAIRS, 2, 8, BLOCK_K], w_desc.layout)
+    else:
+        ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    BYTES: gl.constexpr = COPIES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    row, part, half = gl.program_id(0) * BLOCK_N, gl.program_id(1), N // 2
+    BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     begin = part * tiles * BLOCK_K
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
     hopper.fence_async_shared()
     for s in gl.static_range(STAGES):
         mbarrier.expect(bars.index(s), BYTES, pred=s < tiles)
-        _load_weights(w_desc, row, half, begin + s * BLOCK_K, bars.index(s), ring, s, GATED, s < tiles)
+        _load_weights(w_desc, row, begin + s * BLOCK_K, bars.index(s), ring, s, GATED, s < tiles)
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, ROWS, 16]
     )
-    n = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    width = half if GATED else N
+    i = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     if BIAS:
-        bias = gl.load(bias_ptr + n, mask=n < width, other=0.0).to(gl.float32)
-        up_bias = bias
-        if GATED:
-            up_bias = gl.load(bias_ptr + half + n, mask=n < width, other=0.0).to(gl.float32)
+        n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
+        bias = gl.load(bias_ptr + n, mask=i < N, other=0.0).to(gl.float32)
     if DEPENDENT:
         _griddepcontrol("wait")
         _griddepcontrol("launch_dependents")
     for s in gl.static_range(STAGES):
         async_load(x_desc, [0, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
     sums = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, ROWS), gl.float32, layout))
-    ups = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, ROWS), gl.float32, layout))
     stage = 0
     phase = 0
     for tile in range(tiles):
         mbarrier.wait(bars.index(stage), phase)
         x_tile = x_ring.index(stage).permute((1, 0))
+        w_tile = ring.index(stage)
         if GATED:
-            done, done_ups = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums, ups))
-            sums = hopper.warpgroup_mma(ring.index(2 * stage), x_tile, done, is_async=True)
-            ups = hopper.warpgroup_mma(ring.index(2 * stage + 1), x_tile, done_ups, is_async=True)
-        else:
-            done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            sums = hopper.warpgroup_mma(ring.index(stage), x_tile, done, is_async=True)
+            w_tile = w_tile.reshape((BLOCK_N, BLOCK_K))
+        done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        sums = hopper.warpgroup_mma(w_tile, x_tile, done, is_async=True)
         if REFILL:  # the previous product has ended, so that its stage is free
             ahead = tile - 1 + STAGES
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
             more = (tile > 0) & (ahead < tiles)
             bar = bars.index(free)
             mbarrier.expect(bar, BYTES, pred=more)
-            _load_weights(w_desc, row, half, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
+            _load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
             async_load(x_desc, [0, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
-    if GATED:
-        y, up = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums, ups))
-    else:
-        y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
     if BIAS:
         y += bias[:, None]
-    if GATED:
-        if BIAS:
-            up += up_bias[:, None]
-        y = y / (1.0 + gl.exp(-y)) * up
     if ACTIVATION == "gelu":
         y = y / (1.0 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + n[:, None]
-    gl.store(target, y.to(out_ptr.dtype.element_ty), mask=(n < width)[:, None] & (m < M)[None, :])
+    if GATED:
+        gate, up = gl.split(gl.permute(gl.reshape(y, (PAIRS, 2, 8, ROWS)), (0, 2, 3, 1)))
+        stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1])
+        y = gl.convert_layout(gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (PAIRS * 8, ROWS)), stored)
+        i = row // 2 + gl.arange(0, PAIRS * 8, layout=gl.SliceLayout(1, stored))
+        m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
+    width = N // 2 if GATED else N
+    target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + i[:, None]
+    gl.store(target, y.to(out_ptr.dtype.element_ty), mask=(i < width)[:, None] & (m < M)[None, :])
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -143,17 +140,18 @@ def is_faster(x: Tensor, weight: Tensor, activation: str, parts: int) -> bool:
     rows, k = x.shape
     if not (2 <= rows <= MOST_ROWS and k % 8 == 0 and runs_on(x.device, x.dtype)):
         return False
-    columns = len(weight) // (2 if activation == "swiglu" else 1)
-    return parts > 1 or (activation != "none" and cdiv(columns, BLOCK_N) >= FEWEST_PROGRAMS)
+    if activation == "swiglu":
+        return len(weight) % 16 == 0 and cdiv(len(weight), 2 * BLOCK_N) >= FEWEST_PROGRAMS
+    return parts > 1 or (activation == "gelu" and cdiv(len(weight), BLOCK_N) >= FEWEST_PROGRAMS)
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """Return into how many ranges to split K: at most ``MOST_PROGRAMS`` programs, none of few tiles.
+    """Return into how many ranges to split K: at most a program per SM, none of few tiles.
 
     x is ``[rows, k]``, and the weight ``[n, k]``.
     """
     parts, fewest_tiles = 1, 3 if n < 1024 else 4
-    while 2 * parts * cdiv(n, BLOCK_N) <= MOST_PROGRAMS and k >= 2 * parts * fewest_tiles * BLOCK_K:
+    while 2 * parts * cdiv(n, BLOCK_N) <= NUM_SMS and k >= 2 * parts * fewest_tiles * BLOCK_K:
         parts *= 2
     return parts
 
@@ -161,28 +159,37 @@ def parts_of(rows: int, n: int, k: int) -> int:
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
-    x: ``[M, K]`` with M at most ``MOST_ROWS``. The tensors must be contiguous, and K a multiple of 8.
+    x: ``[M, K]`` with M at most ``MOST_ROWS``. The tensors must be contiguous, and K a multiple of 8; for
+        "swiglu", N must be a multiple of 16.
     dependent: the launch mode, as in ``launch_options``.
     """
     (rows, k), n = x.shape, len(weight)
-    gated = activation == "swiglu"
-    width = n // 2 if gated else n
+    width = n // 2 if activation == "swiglu" else n
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-    padded = max(8, next_power_of_2(rows))
-    block_k = BLOCK_K // 2 if gated and padded > 32 else BLOCK_K
-    tiles = cdiv(cdiv(k, block_k), parts)
-    stages = min(MOST_STAGES, tiles, SHARED_BYTES // (((1 + gated) * BLOCK_N + padded) * block_k * 2))
-    _ring_kernel[(cdiv(width, BLOCK_N), parts)](
-        _described(weight, BLOCK_N, block_k), _described(x, padded, block_k), x if bias is None else bias,
-        out, rows, n, tiles,
-        ROWS=padded, BLOCK_N=BLOCK_N, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None,
+    padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, BLOCK_N), cdiv(cdiv(k, BLOCK_K), parts)
+    shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(blocks * parts, NUM_SMS))
+    stages = min(MOST_STAGES, tiles, shared_bytes // ((BLOCK_N + padded) * BLOCK_K * 2))
+    described = _described_pairs if activation == "swiglu" else _described
+    _ring_kernel[(blocks, parts)](
+        described(weight, BLOCK_N), _described(x, padded), x if bias is None else bias, out, rows, n, tiles,
+        ROWS=padded, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
         ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return out
 
 
-def _described(tensor: Tensor, rows: int, columns: int) -> GluonDescriptor:
-    """Return a TMA descriptor of tiles ``[rows, columns]``."""
+def _described(tensor: Tensor, rows: int) -> GluonDescriptor:
+    """Return a TMA descriptor of tiles ``[rows, BLOCK_K]``."""
+    return _descriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, BLOCK_K])
+
+
+def _described_pairs(weight: Tensor, rows: int) -> GluonDescriptor:
+    """Return a TMA descriptor of tiles ``[rows, BLOCK_K]``: in turn 8 rows of each half of ``weight``."""
+    n, k = weight.shape
+    return _descriptor(weight, [n // 16, 2, 8, k], [8 * k, n // 2 * k, k, 1], [rows // 16, 2, 8, BLOCK_K])
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> GluonDescriptor:
     dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return GluonDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, columns], layout)
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return GluonDescriptor(tensor, shape, strides, block, layout)

@@ -24,7 +24,7 @@ def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(se
     rows, k = draw.randint(1, ring.MOST_ROWS), 8 * draw.randint(1, 700)
     parts = draw.choice((1, 1, 2, 3, 4, 8))
     activation = "none" if parts > 1 else draw.choice(ACTIVATIONS)
-    n = 2 * draw.randint(1, 2500)
+    n = 16 * draw.randint(1, 320) if activation == "swiglu" else draw.randint(1, 5000)
     x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
     x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
     given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
@@ -49,10 +49,17 @@ def assert_sums_are(found, given):
 def test_k_is_split_until_the_gpu_is_full_but_not_into_crumbs(n, k):
     parts = ring.parts_of(8, n, k)
     programs, tiles = parts * n // ring.BLOCK_N, k / parts / ring.BLOCK_K
-    assert programs <= ring.MOST_PROGRAMS and tiles >= 3
-    assert 2 * programs > ring.MOST_PROGRAMS or tiles < 8
+    assert programs <= ring.NUM_SMS and tiles >= 3
+    assert 2 * programs > ring.NUM_SMS or tiles < 8
 
 
 def test_on_a_cpu_no_product_is_by_ring():
     x, weight = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4096, 64, dtype=torch.bfloat16)
     assert not ring.is_faster(x, weight, "gelu", 1)
+
+
+@pytest.mark.parametrize(("n", "k", "can"), [(6144, 64, True), (6152, 64, False), (6144, 68, False)])
+def test_only_what_tma_can_read_is_by_ring(n, k, can, monkeypatch):
+    monkeypatch.setattr(ring, "runs_on", lambda *_arguments: True)
+    x, weight = torch.zeros(8, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16)
+    assert ring.is_faster(x, weight, "swiglu", 1) == can
