@@ -190,6 +190,9 @@ def _described_pairs(weight: Tensor, rows: int) -> GluonDescriptor:
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> GluonDescriptor:
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return GluonDescriptor(tensor, shape, strides, block, layout)
+    return GluonDescriptor(tensor, shape, strides, block, _layout(tuple(block), tensor.dtype))
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
