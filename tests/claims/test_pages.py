@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from statistics import median
 
 import pytest
 
@@ -40,6 +41,20 @@ WORKLOADS = {
     "16 requests of 256 after prompts of 8,192": "L8K",
     "64 prompts of 2,048, prompt tokens per second": "PRE",
 }
+RECORDED = {
+    "GPT-2 small": "gpt2",
+    "GPT-2 medium": "gpt2-medium",
+    "GPT-2 XL": "gpt2-xl",
+    "Qwen2.5-0.5B": "Qwen2.5-0.5B-Instruct",
+    "Qwen2.5-1.5B": "Qwen2.5-1.5B-Instruct",
+    "Phi-3-mini": "Phi-3-mini-4k-instruct",
+}
+TRIALS = (
+    "half the shared memory",
+    "K in any number of ranges",
+    "five kernels a layer",
+    "8 gate rows beside 8 up rows",
+)
 Claims = list[tuple[float, str]]
 
 
@@ -113,6 +128,34 @@ def steps_table(text: str) -> Claims:
     return claims
 
 
+def rows_table(text: str) -> Claims:
+    """A step of several sequences, as a multiple of a step of one, and how fast it reads."""
+    claims: Claims = []
+    records = H200.by_model("steps_by_rows")
+    assert {one["environment"]["device_name"] for one in records.values()} == {"NVIDIA H200"}
+    for model, _, *cells in rows(text, "rows"):
+        figures = records[RECORDED.get(model, model)]["figures"]
+        us = {int(n): one["median_us"] for n, one in figures.items()}
+        assert us == {int(n): median(one["turns_us"]) for n, one in figures.items()}
+        multiples = [us[n] / us[1] for n in us if n > 1]
+        claims += zip(
+            [us[1], *multiples, *(figures[n]["read_TB_s"] for n in ("1", "16", "64"))], cells, strict=True
+        )
+    return claims
+
+
+def ring_trials(text: str) -> Claims:
+    """The least and the greatest multiple of a step of each form of ``ring.py`` that was tried."""
+    claims: Claims = []
+    told = re.findall(r"([\d.]+) to\s+([\d.]+)[;.]", text[text.index("ring_trials.json") :])
+    trials = H200.figures("ring_trials")
+    for name, said in zip(TRIALS, told, strict=True):
+        steps = [one for model in trials[name].values() for one in model.values()]
+        found = [median(one.pop(name)) / median(*one.values()) for one in map(dict, steps)]
+        claims += zip((min(found), max(found)), said, strict=True)
+    return claims
+
+
 def prompts_table(text: str) -> Claims:
     """Attention of whole prompts against two libraries, TFLOP/s."""
     claims: Claims = []
@@ -126,7 +169,10 @@ def prompts_table(text: str) -> Claims:
 
 CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
-    "docs/performance.md": (floor_speed, steps_table, prompts_table, single_streams, recorded_streams),
+    "docs/performance.md": (
+        *(floor_speed, steps_table, rows_table, prompts_table),
+        *(single_streams, recorded_streams, ring_trials),
+    ),
 }
 PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in CHECKS}
 MEASURED = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?)\*{0,2} (?:µs|ms|TB/s|tok/s|TFLOP/s)\b")
@@ -139,7 +185,7 @@ def complaints(page: str, text: str) -> list[str]:
 def claimed(page: str) -> list[re.Match[str]]:
     """Every number of the page's tables, and every measured one in its sentences."""
     text, found = PAGES[page], []
-    for table in re.finditer(r"<!-- (?:results|steps|prompts) -->\n(.*?)<!-- /", text, re.DOTALL):
+    for table in re.finditer(r"<!-- (?:results|steps|rows|prompts) -->\n(.*?)<!-- /", text, re.DOTALL):
         for line in re.finditer(r"^\|(?!---).*\|$", table[0], re.MULTILINE):
             cells = line[0].split("|")[3:] if "vLLM" not in line[0] and "µs" not in line[0] else []
             start = table.start() + line.start() + len("|".join(line[0].split("|")[:3]))
