@@ -45,6 +45,10 @@ class OverloadError(RoseError):
     """A request beyond the scheduler's limit; it can be submitted again later."""
 
 
+class UnknownModelError(RoseError):
+    """A request for another model than the one that a server has."""
+
+
 class BusyError(RoseError):
     """An attempt to use an engine that another scheduler is running; only one may run it at a time."""
 

@@ -23,8 +23,9 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from rosellm import errors
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import CheckpointError, OptionError, OverloadError, PromptError, RoseError, SamplingError
+from rosellm.errors import CheckpointError, OptionError, PromptError, RoseError, SamplingError
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
@@ -45,7 +46,8 @@ class KeyRefused(RoseError):
 
 
 # The status of an answer by the error; of all others it is 503.
-STATUS = {KeyRefused: 401, OverloadError: 429, PromptError: 400, SamplingError: 400, CheckpointError: 400}
+STATUS = {KeyRefused: 401, errors.UnknownModelError: 404, errors.OverloadError: 429}
+STATUS |= dict.fromkeys((PromptError, SamplingError, CheckpointError), 400)
 ANSWERS = prometheus.Counter("rosellm_requests", "Requests by status.", ["status"])
 TOKENS = prometheus.Counter("rosellm_tokens", "Tokens of prompts and completions.", ["kind"])
 TTFT = prometheus.Histogram("rosellm_time_to_first_token_seconds", "Time to the first token.")
@@ -66,7 +68,7 @@ class Call:
     def __init__(self, llm: LLM, model: str, body: Any, is_chat: bool) -> None:
         if not isinstance(body, dict):
             raise PromptError("the body is no JSON object")
-        check_fields(body)
+        check_fields(body, model)
         self.body = body | _of_chat(llm, body) if is_chat else body
         self.is_chat, self.is_streamed, self.echoes = is_chat, body.get("stream"), self.body.get("echo")
         self.tokenizer: Any = llm.served.tokenizer
@@ -139,10 +141,9 @@ class Call:
 
     def _chances(self, entry: dict[int, Logprob]) -> Json:
         """Return the logprob of a token, and of the most likely ones, in the form of a chat."""
-        found = self.tokenizer.text_bytes
         ones: list[Json] = [
-            {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(found(token))}
-            for token, one in entry.items()
+            {"token": e.decoded_token, "logprob": e.logprob, "bytes": list(self.tokenizer.text_bytes(token))}
+            for token, e in entry.items()
         ]
         return ones[0] | {"top_logprobs": sorted(ones, key=lambda o: -o["logprob"])[: self.each[0].logprobs]}
 
@@ -178,8 +179,7 @@ class Server:
         except (ValueError, RecursionError, ClientDisconnect):
             raise PromptError("the body is no valid JSON") from None
         call = await asyncio.to_thread(Call, self.llm, self.name, body, "chat" in request.url.path)
-        interval = 1 if call.is_streamed else WHOLE
-        jobs = [(prompt, own, interval) for prompt in call.ids for own in call.each]
+        jobs = [(prompt, own, 1 if call.is_streamed else WHOLE) for prompt in call.ids for own in call.each]
         if len(jobs) > self.most:
             raise PromptError(f"{len(jobs)} completions are requested, and at most {self.most} can run")
         replies = [self.manager.stream(*job).start() for job in jobs]  # all of them, or an error
@@ -235,8 +235,8 @@ def build_app(server: Server) -> FastAPI:
     app.post("/v1/chat/completions")(server.answer)
     app.add_exception_handler(RoseError, lambda _, error: _error(error))
 
-    model = {"id": server.name, "object": "model", "owned_by": "rosellm"}
-    model |= {"max_model_len": server.llm.model_config.max_model_len}
+    size = server.llm.model_config.max_model_len
+    model = {"id": server.name, "object": "model", "owned_by": "rosellm", "max_model_len": size}
     app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
     app.get("/health")(lambda: Response(status_code=200 if server.manager.is_open else 503))
 

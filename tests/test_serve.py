@@ -99,7 +99,7 @@ def test_a_completion_has_the_text_and_the_usage_of_the_engine(server):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_streamed_completion_gives_the_same_text_in_pieces_and_the_usage_last(server, n):
-    ways = {"model": "m", "prompt": PROMPT, "seed": 5, "max_tokens": 8, "n": n}
+    ways = {"model": "rose-tiny", "prompt": PROMPT, "seed": 5, "max_tokens": 8, "n": n}
     whole = server.client().completions.create(**ways)
     usage = {"include_usage": True}
     chunks = list(server.client().completions.create(**ways, stream=True, stream_options=usage))
@@ -112,7 +112,7 @@ def test_a_streamed_completion_gives_the_same_text_in_pieces_and_the_usage_last(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_logprobs_are_those_of_the_engine(server, llm, streamed):
-    given = {"model": "m", "prompt": PROMPT, "logprobs": 2, "stream": streamed, **GREEDY}
+    given = {"model": "rose-tiny", "prompt": PROMPT, "logprobs": 2, "stream": streamed, **GREEDY}
     answer = server.client().completions.create(**given)
     chunks = (
         [c.choices[0].logprobs for c in answer if c.choices] if streamed else [answer.choices[0].logprobs]
@@ -126,7 +126,7 @@ def test_logprobs_are_those_of_the_engine(server, llm, streamed):
 def test_an_echo_begins_with_the_prompt_and_its_logprobs_the_first_of_which_is_null(server, form):
     ids, count = server.expected.prompt_token_ids, len(server.expected.prompt_token_ids) + 8
     prompt = PROMPT if form == "text" else ids
-    given = {"model": "m", "prompt": prompt, "logprobs": 2, "echo": True, **GREEDY}
+    given = {"model": "rose-tiny", "prompt": prompt, "logprobs": 2, "echo": True, **GREEDY}
     (choice,) = server.client().completions.create(**given).choices
     found, known = choice.logprobs, [one and list(one.values()) for one in server.expected.prompt_logprobs]
     assert choice.text == "".join(found.tokens) == PROMPT + server.expected.text
@@ -138,7 +138,7 @@ def test_an_echo_begins_with_the_prompt_and_its_logprobs_the_first_of_which_is_n
 
 
 def test_logprobs_of_the_prompt_have_the_form_of_vllm(server):
-    given = {"model": "m", "prompt": PROMPT, "extra_body": {"prompt_logprobs": 2}, **GREEDY}
+    given = {"model": "rose-tiny", "prompt": PROMPT, "extra_body": {"prompt_logprobs": 2}, **GREEDY}
     (choice,) = server.client().completions.create(**given).choices
     first, *rest = server.expected.prompt_logprobs
     expected = [{str(token): asdict(one) for token, one in entry.items()} for entry in rest]
@@ -154,10 +154,12 @@ def test_the_harness_measures_the_likelihoods_of_transformers(server):
     folder = checkpoint_folder(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    likely = server.client().completions.create(model="m", prompt="def main(", temperature=0, max_tokens=3)
+    likely = server.client().completions.create(
+        model="rose-tiny", prompt="def main(", temperature=0, max_tokens=3
+    )
     pairs = [("def main(", text) for text in (likely.choices[0].text, "self):\n    return", ")")]
     url = f"http://127.0.0.1:{server.port}/v1/completions"
-    harness = LocalCompletionsAPI(url, "huggingface", model="m", tokenizer=str(folder), batch_size=2)
+    harness = LocalCompletionsAPI(url, "huggingface", model="rose-tiny", tokenizer=str(folder), batch_size=2)
     measured = harness.loglikelihood(instances("loglikelihood", pairs))
     assert [is_greedy for _, is_greedy in measured][:2] == [True, False]
     for (context, continuation), (likelihood, is_greedy) in zip(pairs, measured, strict=True):
@@ -171,7 +173,7 @@ def test_the_harness_measures_the_likelihoods_of_transformers(server):
 def test_stop_strings_several_prompts_and_token_ids_are_served(server, llm):
     ids = server.expected.prompt_token_ids
     prompts = [ids, ids, [9]]
-    answer = server.client().completions.create(model="m", prompt=prompts, stop=["\n"], **GREEDY)
+    answer = server.client().completions.create(model="rose-tiny", prompt=prompts, stop=["\n"], **GREEDY)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.choices[0].text == answer.choices[1].text == server.expected.text.split("\n")[0]
     assert answer.choices[0].finish_reason == "stop"
@@ -185,7 +187,9 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         "ignore_eos": True,
         "repetition_penalty": 1.1,
     }
-    answer = server.client().completions.create(model="m", prompt=PROMPT, max_tokens=4, extra_body=extra)
+    answer = server.client().completions.create(
+        model="rose-tiny", prompt=PROMPT, max_tokens=4, extra_body=extra
+    )
     assert answer.usage.completion_tokens >= 3
 
 
@@ -217,6 +221,7 @@ def test_options_of_vllm_may_be_sent_as_well(server):
         ("chat/completions", '{"messages": [], "tool_choice": "required"}', "tool_choice is 'required'"),
         ("chat/completions", '{"messages": [], "chat_template_kwargs": {"tokenize": 1}}', "no variable"),
         ("chat/completions", '{"messages": "hello"}', "messages are 'hello'"),
+        ("chat/completions", '{"messages": [], "top_logprobs": 2}', "top_logprobs is given without"),
         ("chat/completions", '{"messages": [{"role": "user"}]}', "message 0"),
         ("chat/completions", '{"messages": [{"role": "user", "content": "x"}]}', "no chat template"),
     ],
@@ -227,11 +232,17 @@ def test_a_malformed_request_is_400_in_one_line(server, path, body, words):
     assert status == 400 and words in message and "\n" not in message
 
 
+def test_another_models_name_is_404_and_none_is_the_served_models(server):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served; 'rose-tiny' is"):
+        server.client().completions.create(model="gpt-4", prompt=PROMPT)
+    assert server.ask("POST", "/v1/completions", json.dumps({"prompt": PROMPT}))[0] == 200
+
+
 def test_a_prompt_without_room_is_400_and_many_tokens_are_as_many_as_fit(server, llm):
     status, text = server.ask("POST", "/v1/completions", json.dumps({"prompt": [5] * 600}))
     assert status == 400 and "leave no room" in text
     answer = server.client().completions.create(
-        model="m", prompt=[5] * 500, max_tokens=10_000, extra_body={"ignore_eos": True}
+        model="rose-tiny", prompt=[5] * 500, max_tokens=10_000, extra_body={"ignore_eos": True}
     )
     assert answer.usage.total_tokens == 512
 
@@ -269,7 +280,7 @@ def test_a_client_that_hangs_up_cancels_its_request_and_logs_no_error(server, st
 
 def test_two_hundred_streams_with_slow_readers_all_end_with_the_text_of_one(server):
     def read(index: int) -> str:
-        given = {"model": "m", "prompt": PROMPT, "stream": True, **GREEDY}
+        given = {"model": "rose-tiny", "prompt": PROMPT, "stream": True, **GREEDY}
         text = ""
         for chunk in server.client().completions.create(**given):
             text += chunk.choices[0].text
@@ -302,14 +313,14 @@ def test_a_chat_is_answered_by_the_rendered_template(guarded, streamed):
     extra = {"chat_template_kwargs": {"mark": "!"}}
     given = {
         "messages": talk,
-        "model": "m",
+        "model": "rose-tiny",
         "logprobs": True,
         "top_logprobs": 2,
         "extra_body": extra,
         **GREEDY,
     }
     answer = guarded.client("secret").chat.completions.create(**given, stream=streamed)
-    by_text = guarded.client("secret").completions.create(model="m", prompt="<user>hi!>>", **GREEDY)
+    by_text = guarded.client("secret").completions.create(model="rose-tiny", prompt="<user>hi!>>", **GREEDY)
     if streamed:
         deltas = [chunk.choices[0].delta for chunk in answer]
         text = "".join(delta.content or "" for delta in deltas)
@@ -323,7 +334,11 @@ def test_a_chat_is_answered_by_the_rendered_template(guarded, streamed):
 
 def test_a_token_that_is_part_of_a_character_has_the_bytes_of_that_part(guarded):
     first, _ = guarded.state.llm.get_tokenizer().encode("é")
-    given = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": {str(first): 100}}
+    given = {
+        "model": "rose-tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "logit_bias": {str(first): 100},
+    }
     answer = guarded.client("secret").chat.completions.create(**given, **GREEDY, logprobs=True)
     assert {bytes(one.bytes) for one in answer.choices[0].logprobs.content} == {"é".encode()[:1]}
 
@@ -335,7 +350,7 @@ def test_a_wrong_key_is_401_and_health_needs_none(guarded):
 
 
 def test_too_many_requests_are_429_and_the_accepted_ones_are_served(guarded):
-    long = {"model": "m", "prompt": "x", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    long = {"model": "rose-tiny", "prompt": "x", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
     client = guarded.client("secret")
     streams = [client.completions.create(**long, stream=True) for _ in range(2)]
     with pytest.raises(openai.RateLimitError):
@@ -362,7 +377,7 @@ def test_sigterm_lets_open_requests_end(tmp_path: Path):
             break
         except openai.APIConnectionError:
             time.sleep(0.1)
-    long = {"model": "m", "prompt": "x", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    long = {"model": "rose-tiny", "prompt": "x", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(**long, stream=True)
     next(iter(stream))
     process.send_signal(signal.SIGTERM)

@@ -41,7 +41,7 @@ from rosellm.roseinfer.serving.prompts import Prompt, as_prompts, each_encoded, 
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.tensor_parallel import load_engine
-from rosellm.roseinfer.vllm_options import translated
+from rosellm.roseinfer.vllm_options import check_arguments, translated
 
 if TYPE_CHECKING:
     from rosellm.cluster.replicas import Replicas
@@ -208,6 +208,8 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: None = None,
+        priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; return the results in the same order.
 
@@ -216,7 +218,7 @@ class LLM:
         sampling_params: one for all prompts, a list of one per prompt, or None for
             :meth:`get_default_sampling_params`.
         use_tqdm: whether to show a progress bar.
-        lora_request: None; LoRA adapters are not supported.
+        lora_request, priority, tokenization_kwargs: taken without effect: None, zeros and {}.
 
         The completions of a prompt are the ``outputs`` of its result, ``SamplingParams.n`` of them, each
         with:
@@ -231,8 +233,7 @@ class LLM:
         cancels all requests after the current step and leaves the engine usable. Calls from other threads
         wait until this call returns.
         """
-        if lora_request is not None:
-            raise OptionError("lora_request: LoRA adapters are not supported; merge them into the model")
+        check_arguments(lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs)
         many = as_prompts(prompts)
         ids = each_encoded(self.served.encode_many, many)
         self._warn_of_two_beginnings(many, ids)
@@ -262,8 +263,7 @@ class LLM:
 
         Otherwise like :meth:`generate`. Also raises ``CheckpointError`` if the checkpoint has no template.
         """
-        if lora_request is not None:
-            raise OptionError("lora_request: LoRA adapters are not supported; merge them into the model")
+        check_arguments(lora_request=lora_request)
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         given = {"tools": tools, "chat_template": chat_template}

@@ -180,6 +180,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = _number(None, int, -1, INT32_MAX, "a whole number, 1 or more, or -1")
     structured_outputs: None = _checked(None, lambda _: _refuse(NOT_STRUCTURED))
     guided_decoding: None = _checked(None, lambda _: _refuse(NOT_STRUCTURED))
+    best_of: int | None = _checked(None, lambda best: best if best == 1 else _refuse("None; use n"))
+    output_kind: None = _checked(None, lambda _: _refuse("None; a StreamingManager gives pieces of outputs"))
+    extra_args: dict[str, Any] | None = _checked(
+        None, lambda given: _refuse("None or {}") if given else given
+    )
     logits_processors: None = _checked(None, lambda _: _refuse("None; use logit_bias or bad_words"))
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from rosellm.errors import OptionError, PromptError, describe
+from rosellm.errors import OptionError, PromptError, UnknownModelError, describe
 
 SAME_AS = {
     "max_num_seqs": "max_batch_size",
@@ -47,6 +47,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 )  # fmt: skip
 
 
+# Arguments of ``generate`` and ``chat``, and why values that are neither empty nor zeros are refused.
+ARGUMENTS = {
+    "lora_request": "LoRA adapters are not supported; merge them into the model",
+    "priority": "requests start in order of arrival",
+    "tokenization_kwargs": "tokenise the prompt with get_tokenizer(), and give the token ids",
+}
+
 NO_STRUCTURE = "structured outputs are not supported"
 # Fields of a request to a server, their values without effect, and why others are refused.
 NEUTRAL_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -65,8 +72,11 @@ NEUTRAL_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 FIELD_TYPES = {"stream": bool, "echo": bool, "stream_options": dict, "model": str}
 
 
-def check_fields(body: dict[str, Any]) -> None:
-    """Raise ``PromptError`` if the body of a request has a field with a value that we do not support."""
+def check_fields(body: dict[str, Any], model: str) -> None:
+    """Raise an error if the body of a request to the server of ``model`` has a field that we do not support.
+
+    It is ``UnknownModelError`` for another model's name, and otherwise ``PromptError``.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name, (values, reason) in NEUTRAL_FIELDS.items():
         if name in given and given[name] not in values:
@@ -76,6 +86,17 @@ def check_fields(body: dict[str, Any]) -> None:
     for name, kind in FIELD_TYPES.items():
         if not isinstance(given.get(name, kind()), kind):
             raise PromptError(f"{name} is {describe(given[name])}; give a JSON value of type {kind.__name__}")
+    if given.get("model", model) != model:
+        raise UnknownModelError(f"model {describe(given['model'])} is not served; {model!r} is")
+    if given.get("top_logprobs") and not given.get("logprobs"):
+        raise PromptError("top_logprobs is given without logprobs: true")
+
+
+def check_arguments(**given: Any) -> None:
+    """Raise ``OptionError`` if an argument of ``generate`` or ``chat`` has a value that we do not support."""
+    for name, value in given.items():
+        if any(value) if isinstance(value, (list, tuple, dict)) else value:
+            raise OptionError(f"{name} is {describe(value)}: {ARGUMENTS[name]}")
 
 
 def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:

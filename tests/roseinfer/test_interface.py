@@ -146,6 +146,24 @@ def test_an_option_that_is_not_supported_is_refused_in_one_line(checkpoint, opti
         made(checkpoint, **options)
 
 
+def test_arguments_and_parameters_without_effect_are_accepted_and_others_refused_in_one_line(llm):
+    params = SamplingParams(max_tokens=1, best_of=1, output_kind=None, extra_args={})
+    ways = {"lora_request": None, "priority": [0], "tokenization_kwargs": {}}
+    assert llm.generate("hello", params, use_tqdm=False, **ways)[0].finish_reason == "length"
+    others = {"lora_request": object(), "priority": [0, 1], "tokenization_kwargs": {"truncation": False}}
+    for name, value in others.items():
+        with pytest.raises(OptionError, match=f"^{name} is .*: "):
+            llm.generate("hello", params, use_tqdm=False, **{name: value})
+    for name, value in {"best_of": 2, "output_kind": 1, "extra_args": {"a": 1}}.items():
+        with pytest.raises(SamplingError, match=f"^{name} is .*must be None"):
+            SamplingParams(**{name: value})
+
+
+def test_a_line_break_may_be_a_bad_word(llm):
+    sequence = llm.engine.make_sequence([1], SamplingParams(bad_words=["\n"]))
+    assert sequence.bad_words == [llm.engine.tokenizer.encode("\n", special=False)]
+
+
 @pytest.mark.parametrize("dtype", ["half", torch.bfloat16, torch.float32])
 def test_dtypes_may_be_those_of_torch_or_half(checkpoint, dtype):
     assert made(checkpoint, dtype=dtype).engine.model.dtype == (torch.float16 if dtype == "half" else dtype)
@@ -346,7 +364,7 @@ def test_bad_words_of_several_tokens_do_not_occur(llm):
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"), [(" ", "no tokens"), (WORDS * 99, "besides the last of each word; at most 1024")]
+    ("word", "reason"), [("  ", "no tokens"), (WORDS * 99, "besides the last of each word; at most 1024")]
 )
 def test_bad_words_that_cannot_be_followed_are_refused(llm, word, reason):
     with pytest.raises(SamplingError, match=reason):

@@ -135,7 +135,7 @@ def _tokens_of(words: Iterable[str], tokenizer: AnyTokenizer, vocab_size: int) -
     """
     found: list[list[int]] = []
     for word in words:
-        bare, spaced = (tokenizer.encode(space + word.lstrip(), special=False) for space in ("", " "))
+        bare, spaced = (tokenizer.encode(space + word.lstrip(" "), special=False) for space in ("", " "))
         if not bare or max(bare + spaced) >= vocab_size:
             raise SamplingError(f"bad_words has {word!r}, which has no tokens in this model's vocabulary")
         found.append(bare)
