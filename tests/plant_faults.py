@@ -150,6 +150,8 @@ FAULTS = (
           "0 if moved else self._still[rank] + 1", "self._still[rank] + 1"),
     Fault("warm-up", "step.py", "test_warm_ups.py",
           "step.rehearsals(n_tokens) if rows is None", "step.rehearsals(n_tokens) if rows is not None"),
+    Fault("compilers", "compile_ahead.py", "test_warm_ups.py",
+          "if get_ident() == owner:", "if not get_ident():"),
     Fault("warm-up of rows", "worker.py", "test_warm_ups.py",
           "return steps\n        return self.prompts.captures()",
           "pass\n        return self.prompts.captures()"),

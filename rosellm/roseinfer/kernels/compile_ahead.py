@@ -114,8 +114,10 @@ def _done_by_children(jobs: list[Callable[[], Any]]) -> Iterator[int]:
     (take, put), (collect, report) = os.pipe(), os.pipe()
     os.write(put, b"".join(i.to_bytes(2, "big") for i in range(len(jobs))))
     os.close(put)
-    n_children = min(len(jobs), len(os.sched_getaffinity(0)))
-    children = [_fork(jobs, take, report) for _ in range(n_children)]
+    children: list[int] = []
+    with suppress(OSError):  # no memory or process is left: there are fewer children, or none
+        while len(children) < min(len(jobs), len(os.sched_getaffinity(0))):
+            children.append(_fork(jobs, take, report))
     os.close(report)
     try:
         while index := os.read(collect, 2):

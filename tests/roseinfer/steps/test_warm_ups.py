@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +32,7 @@ from tests.helpers import MODERN, ON_GPU, random_model, random_prompts, small_co
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
+ROOT = Path(__file__).parents[3]
 RUNGS = ("packed_prefill", BEST_RUNG, "one_pass")
 FAMILIES = {"gpt2": {}, "qwen3": MODERN}
 Launch = tuple[str, tuple, tuple]
@@ -158,33 +162,37 @@ def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_rai
     assert x.tolist() == [1.0] * 16
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_children_compile_what_is_not_cached_and_this_process_what_a_killed_child_was_to(
-    killed, monkeypatch, tmp_path
-):
+def compile_three_kernels(folder: Path, killed: bool) -> None:
+    """Twice, with an empty and a full cache; list the compiling processes, and kill those of children."""
     here, target, make_ir = os.getpid(), GPUTarget("cuda", 90, 32), ASTSource.make_ir
 
     def noted(*arguments, **options):
-        with (tmp_path / "compiled").open("a") as file:
-            print(os.getpid(), file=file)
+        with (folder / "compilers").open("a") as file:
+            print("parent" if os.getpid() == here else "child", file=file)
         if killed and os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
         return make_ir(*arguments, **options)
 
     current = {"device": lambda: 0, "stream": lambda device: 0, "target": lambda: target}
     stand_in = {f"get_current_{what}": get for what, get in current.items()}
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=lambda *_arguments: None, **stand_in))
-    monkeypatch.setattr(ASTSource, "make_ir", noted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    driver.set_active(SimpleNamespace(launcher_cls=lambda *_arguments: None, **stand_in))
+    ASTSource.make_ir = noted
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
     x = torch.zeros(16)
-    for _ in range(2):  # the second time, everything is cached
+    for _ in range(2):
         kernel = JITFunction(one_more_kernel.fn)
         compile_ahead(lambda kernel=kernel, size=size: kernel[(1,)](x, SIZE=size) for size in (8, 16, 32))
         assert len(kernel.device_caches[0][0]) == 3
-    compilers = list(map(int, (tmp_path / "compiled").read_text().split()))
-    assert compilers.count(here) == (3 if killed else 0)
-    assert len(compilers) - compilers.count(here) == (min(3, len(os.sched_getaffinity(0))) if killed else 3)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_children_compile_what_is_not_cached_and_this_process_what_a_killed_child_was_to(killed, tmp_path):
+    call = f"import {__name__} as here; here.compile_three_kernels(here.Path({str(tmp_path)!r}), {killed})"
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", call], cwd=ROOT, env=environment, check=True, timeout=120)
+    compilers = (tmp_path / "compilers").read_text().split()
+    assert compilers.count("parent") == (3 if killed else 0)
+    assert compilers.count("child") == (min(3, len(os.sched_getaffinity(0))) if killed else 3)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
