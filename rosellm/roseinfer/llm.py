@@ -234,10 +234,10 @@ class LLM:
         wait until this call returns.
         """
         check_arguments(lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs)
-        many = as_prompts(prompts)
+        many, texts = as_prompts(prompts)
         ids = each_encoded(self.served.encode_many, many)
         self._warn_of_two_beginnings(many, ids)
-        return self._complete(many, ids, sampling_params, use_tqdm)
+        return self._complete(texts, ids, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -325,12 +325,12 @@ class LLM:
     @without_autocast()
     def _complete(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Any],
         ids: list[list[int]],
         sampling_params: SamplingParams | list[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """Complete prompts, given as they are shown in the outputs and as token ids."""
+        """Complete prompts, given as token ids; ``prompts`` has the texts that the outputs show."""
         if os.getpid() != self._process:
             raise RoseError("this LLM was made before the process was forked; make it in the new process")
         params = one_each(self._defaults if sampling_params is None else sampling_params, len(prompts))

@@ -169,11 +169,14 @@ def test_dtypes_may_be_those_of_torch_or_half(checkpoint, dtype):
     assert made(checkpoint, dtype=dtype).engine.model.dtype == (torch.float16 if dtype == "half" else dtype)
 
 
-@pytest.mark.parametrize("form", [{"prompt": "hello"}, [{"prompt": "hello"}], [{"prompt_token_ids": None}]])
-def test_prompts_may_be_dictionaries(llm, form):
+@pytest.mark.parametrize("names", [("prompt",), ("prompt_token_ids",), ("prompt", "prompt_token_ids")])
+def test_prompts_may_be_dictionaries_and_the_outputs_show_their_texts(llm, names):
     ids = llm.engine.tokenizer.encode("hello")
-    form = [{"prompt_token_ids": ids}] if form == [{"prompt_token_ids": None}] else form
-    assert run(llm, form)[0].token_ids == run(llm, [ids])[0].token_ids
+    form = {name: {"prompt": "hello", "prompt_token_ids": ids}[name] for name in names}
+    for given in (form, [form]):
+        (output,) = run(llm, given)
+        assert output.token_ids == run(llm, [ids])[0].token_ids
+        assert output.prompt == form.get("prompt")
     for other in ({"text": "hello"}, {"prompt": "hello", "multi_modal_data": {"image": 1}}):
         with pytest.raises(PromptError, match="only prompt and prompt_token_ids are supported"):
             run(llm, [other])

@@ -27,10 +27,11 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
-def as_prompts(prompts: Any) -> list[str | list[int]]:
+def as_prompts(prompts: Any) -> tuple[list[str | list[int]], list[Any]]:
     """Convert one prompt or many, of any form, to a list of texts and lists of token ids.
 
-    Token ids are not validated yet. Raises ``PromptError`` if the form is not supported.
+    Token ids are not validated yet. Also returns each prompt's text, or None. Raises ``PromptError`` if the
+    form is not supported.
     """
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts]
@@ -38,12 +39,13 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     if items is None:
         raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return [items]
+        return [items], [None]
     many = [item if isinstance(item, str) else _as_list(item) for item in map(_unwrapped, items)]
     if None in many:
         index = many.index(None)
         raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
-    return cast("list[str | list[int]]", many)
+    texts = [item.get("prompt") if isinstance(item, Mapping) else item for item in items]
+    return cast("list[str | list[int]]", many), texts
 
 
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
