@@ -12,7 +12,13 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook
 
-from rosellm.bench import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
+from rosellm.bench import (
+    __main__ as bench,
+    benchmark_kv_append,
+    benchmark_rivals,
+    benchmark_scheduler,
+    benchmark_streaming,
+)
 from rosellm.lab import measure
 from rosellm.lab.diagnose import __main__ as diagnose
 from rosellm.lab.running import refresh_notebooks, run_notebooks
@@ -68,6 +74,14 @@ STREAMING = cases(
     ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
     (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
 )  # fmt: skip
+STEPS = cases(
+    bench.main,
+    "",
+    ("", "the following arguments are required: NAME"),
+    ("steps --rows 0", "argument --rows: '0' is not a whole number, 1 or more"),
+    ("steps --device cpu --prompt-tokens 600", "max_model_len is 633; it must be"),
+    ("steps --model nobody/knows --load-format dummy", "no shape is known for 'nobody/knows'"),
+)
 RIVALS = cases(
     benchmark_rivals.main,
     "--device cpu",
@@ -143,7 +157,9 @@ def contents(place: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("main", "arguments", "told"), SCHEDULER + STREAMING + RIVALS + KV_APPEND + LAB)
+@pytest.mark.parametrize(
+    ("main", "arguments", "told"), SCHEDULER + STREAMING + STEPS + RIVALS + KV_APPEND + LAB
+)
 def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(main, arguments, told, place, capsys):
     before = contents(place)
     assert told in refusal(main, arguments, capsys)
