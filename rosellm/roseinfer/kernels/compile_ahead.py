@@ -107,9 +107,9 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
 def _done_by_children(jobs: list[Callable[[], Any]]) -> Iterator[int]:
     """Compile kernels into Triton's cache on all cores; yield each job's index when it is done.
 
-    A compilation holds the interpreter lock for a third of its time, so that threads would wait for each
-    other. Forked children need neither imports nor copies of the jobs, and never touch the GPU. They take
-    indices from one pipe and write them to another.
+    Parts of a compilation hold the interpreter lock, such as Triton's front end, so that threads would wait
+    for each other. Forked children need neither imports nor copies of the jobs, and never touch the GPU. They
+    take indices from one pipe and write them to another.
     """
     (take, put), (collect, report) = os.pipe(), os.pipe()
     os.write(put, b"".join(i.to_bytes(2, "big") for i in range(len(jobs))))
