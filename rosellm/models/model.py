@@ -77,9 +77,9 @@ class Block(nn.Module):
 
 
 def split_heads(qkv: Tensor, config: Arch) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``[N, (H + 2 H_kv) D]`` into views: q ``[N, H, D]``, k and v ``[N, H_kv, D]``."""
+    """Split ``[..., (H + 2 H_kv) D]`` into views: q ``[..., H, D]``, k and v ``[..., H_kv, D]``."""
     n_kv = config.n_kv_heads
-    return qkv.view(len(qkv), -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=1)
+    return qkv.view(*qkv.shape[:-1], -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=-2)
 
 
 def activated(up: Tensor, config: Arch) -> Tensor:

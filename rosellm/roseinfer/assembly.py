@@ -88,6 +88,7 @@ def _parts(
     n_rows: maximum number of sequences that decode together.
     """
     bind: Binder
+    fields = recipe.norm, recipe.activation, recipe.gemm
     n_columns = model.config.vocab_size + WORD_COLUMNS
     counts = torch.zeros(n_rows, n_columns, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":
@@ -96,13 +97,12 @@ def _parts(
         chooser = batch_invariant.invariant_chooser(model, kernels, counts)
     elif group is not ALONE:
         ranks = cast(Ranks, group)
-        fields = recipe.norm, recipe.activation, recipe.gemm, recipe.all_reduce
-        layers_for = prefill_layers_for = cut_layers(*fields, model, kernels, ranks)
+        layers_for = prefill_layers_for = cut_layers(*fields, recipe.all_reduce, model, kernels, ranks)
         bind = build_binder(recipe.attention, kernels, blocks, model)
         chooser = cut_chooser(recipe.head, model, kernels, counts, ranks)
     else:
-        layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
-        prefill_layers_for, bind = layers_for, build_binder(recipe.attention, kernels, blocks, model)
+        layers_for, prefill_layers_for = build_layers(*fields, model, kernels)
+        bind = build_binder(recipe.attention, kernels, blocks, model)
         chooser = build_chooser(recipe.head, model, kernels, counts)
     state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is spare
     next_tokens = NextTokens(chooser, kernels.advance)

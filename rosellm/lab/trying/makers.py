@@ -275,7 +275,7 @@ def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
 def some_rows_linear(case: Case, draw: Draw) -> Operands:
     made, use = _product(case, draw, case.rows), case.option % 4
     if case.width % 256 == 0 and use == 3:
-        return made | {"bias": None, "activation": "none", "parts": 4}
+        return made | {"activation": "none", "parts": 4}
     return made | {"activation": (*ACTIVATIONS, "none")[use], "parts": 1}
 
 

@@ -66,8 +66,8 @@ def append_and_attend_ref(
 ) -> Tensor:
     """Rotate q and k_new, append the new tokens to the cache, and attend to the cache (torch reference).
 
-    q: ``[B, H, D]``.
-    k_new, v_new: ``[B, H_kv, D]``.
+    q: ``[B, H, D]``, or ``[P, B, H, D]`` fp32, partial sums.
+    k_new, v_new: ``[B, H_kv, D]``, or ``[P, B, H_kv, D]`` fp32.
     k_cache_layer, v_cache_layer: the layer's caches, updated in place.
     block_table: ``[B, MAX_BLOCKS]`` int32, including the new token's block. Entries of blocks entirely before
         the window may hold anything.
@@ -78,8 +78,11 @@ def append_and_attend_ref(
     window: number of tokens that each query attends to, including the new one; None for all.
     plan: ignored.
 
-    Returns ``[B, H, D]`` in q's dtype, with zeros for inert rows.
+    Partial sums are added up and rounded to the cache's dtype first. Returns ``[B, H, D]`` in that dtype,
+    with zeros for inert rows.
     """
+    if q.dim() == 4:
+        q, k_new, v_new = (sum(parts).to(k_cache_layer.dtype) for parts in (q, k_new, v_new))
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
     if rotary is not None:
         q = positioned_ref(q, rotary.q_norm, positions, rotary)
@@ -216,6 +219,19 @@ def append_new(
 
 
 @triton.jit
+def load_new(ptr, rotary, count, new, cache, ROWS: tl.constexpr, shape: tl.constexpr):
+    """Load heads as :func:`load_heads` does; partial sums are added up, and rounded to the cache's dtype."""
+    PARTS: tl.constexpr = shape.PARTS
+    heads, swapped = load_heads(ptr, rotary, count, ROWS, shape)
+    for part in tl.static_range(1, PARTS):
+        more, more_swapped = load_heads(ptr + part * new.part_stride, rotary, count, ROWS, shape)
+        heads += more
+        swapped += more_swapped
+    dtype: tl.constexpr = cache.k.dtype.element_ty
+    return heads.to(dtype), swapped.to(dtype)
+
+
+@triton.jit
 def load_and_append(
     ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
@@ -230,9 +246,9 @@ def load_and_append(
     n_new = tl.where(tile == 0, 1, 0)
     kv_place = row * new.kv_stride + kv_head * shape.D
     q_ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
-    queries = load_heads(q_ptr, rotary, shape.GROUP, HEADS, shape)
-    keys = load_heads(new.k + kv_place, rotary, n_new, 1, shape)
-    v_new, _ = load_heads(new.v + kv_place, None, n_new, 1, shape)
+    queries = load_new(q_ptr, rotary, shape.GROUP, new, cache, HEADS, shape)
+    keys = load_new(new.k + kv_place, rotary, n_new, new, cache, 1, shape)
+    v_new, _ = load_new(new.v + kv_place, None, n_new, new, cache, 1, shape)
     q = positioned(queries, norms[0], rotary, cos, sin, tiling.NORMS, shape)  # [HEADS, D]
     score = tl.full((HEADS,), float("-inf"), tl.float32)
     if tile == 0:
@@ -379,13 +395,13 @@ def append_and_attend(
     softmax is always fp32.
     """
     _check(plan, window)
-    variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
-    group = n_heads // k_new.shape[1]
+    variant, out = plan.variant, k_cache_layer.new_empty(q.shape[-3:])
+    batch, group = len(out), out.shape[1] // k_new.shape[-2]
     smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
-    tiling = _tiling(variant, window, group, q, rotary)
+    tiling = _tiling(variant, window, group, k_cache_layer, rotary)
     rows, pointers = rows_of(block_table, positions), _pointers(rotary)
-    partial = new_partial(q, variant.pieces + batch) if variant.combine else None
+    partial = new_partial(out, variant.pieces + batch) if variant.combine else None
     _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
         out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
         scale * LOG2_E, shape, tiling,
@@ -401,13 +417,15 @@ def _check(plan: Plan, window: int | None) -> None:
         raise OptionError(f"the plan is for window {plan.window}, but attention has window {window}")
 
 
-def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
+def _tiling(
+    variant: Variant, window: int | None, group: int, cache_layer: Tensor, rotary: Rotary | None
+) -> Tiling:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
     if group == 1 and not variant.dot:
         return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes))
     heads = next_power_of_2(group)
     rows = max(SMALLEST_DOT, heads)
-    return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(q), norms, False)
+    return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(cache_layer), norms, False)
 
 
 def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):

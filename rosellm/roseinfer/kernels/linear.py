@@ -43,10 +43,9 @@ def some_rows_linear_ref(
 
     x: ``[M, K]``.
     weight: ``[N, K]``.
-    bias: ``[N]``, or None.
+    bias: ``[N]``, or None; the first of several partial sums includes it.
     activation: f, which is "none", "gelu" (tanh form), or "swiglu".
-    parts: number of equal ranges into which K is split (split-K). Above 1, bias must be None and activation
-        "none".
+    parts: number of equal ranges into which K is split (split-K). Above 1, activation must be "none".
 
     The result is ``[M, N]`` in x's dtype, or ``[M, N / 2]`` for "swiglu". With several parts, it is
     ``[parts, M, N]`` fp32: one GEMM per range of K, which the consumer adds up.
@@ -55,7 +54,10 @@ def some_rows_linear_ref(
         y = x.float() @ weight.float().t()
         return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
     ranges = zip(x.float().chunk(parts, dim=1), weight.float().chunk(parts, dim=1), strict=True)
-    return torch.stack([a @ w.t() for a, w in ranges])
+    sums = torch.stack([a @ w.t() for a, w in ranges])
+    if bias is not None:
+        sums[0] += bias.float()
+    return sums
 
 
 def is_narrow(n: int, k: int) -> bool:
@@ -227,7 +229,7 @@ def _some_rows_kernel(
     part = tl.program_id(2)
     RANGE: tl.constexpr = K // PARTS
     if BIAS:
-        bias = tl.load(bias_ptr + w_rows, mask=w_rows < N, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + w_rows, mask=w_rows < tl.where(part == 0, N, 0), other=0.0).to(tl.float32)
     begin = part * RANGE
     WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
     wait_for_predecessor(DEPENDENT)

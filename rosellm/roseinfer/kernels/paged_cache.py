@@ -34,10 +34,11 @@ class PagedCache(NamedTuple):
 class NewTokens(NamedTuple):
     """The new tokens of a step, for one layer.
 
-    q: ``[N, H, D]``.
-    k, v: ``[N, H_KV, D]``.
+    q: ``[N, H, D]``, or partial sums ``[PARTS, N, H, D]``.
+    k, v: ``[N, H_KV, D]``, or ``[PARTS, N, H_KV, D]``.
     q_stride: elements from one row of q to the next.
     kv_stride: elements from one row of k, or of v, to the next.
+    part_stride: elements from one partial sum of q, k or v to the next.
     """
 
     q: Tensor
@@ -45,6 +46,7 @@ class NewTokens(NamedTuple):
     v: Tensor
     q_stride: int
     kv_stride: int
+    part_stride: int
 
 
 class AttentionShape(NamedTuple):
@@ -56,6 +58,7 @@ class AttentionShape(NamedTuple):
     D: head size.
     D_PADDED: head size, rounded up to a power of two.
     BLOCK_SIZE: slots per block.
+    PARTS: number of partial sums that q, k and v are given as.
     """
 
     H: int
@@ -64,6 +67,7 @@ class AttentionShape(NamedTuple):
     D: int
     D_PADDED: int
     BLOCK_SIZE: int
+    PARTS: int
 
 
 class Rows(NamedTuple):
@@ -88,20 +92,21 @@ def layer_arguments(
 
     smallest: lower bound on ``D_PADDED``, the padded head size (``tl.dot`` needs at least 16).
     """
-    _, n_heads, head_dim = q.shape
+    n_heads, head_dim = q.shape[-2:]
     _, n_kv_heads, block_size, _ = k_cache.shape
     padded = max(smallest, next_power_of_2(head_dim))
-    new = NewTokens(q, k_new, v_new, q.stride(0), k_new.stride(0))
-    shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size)
+    parts, part_stride = (len(q), q.stride(0)) if q.dim() == 4 else (1, 0)
+    new = NewTokens(q, k_new, v_new, q.stride(-3), k_new.stride(-3), part_stride)
+    shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size, parts)
     return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape
 
 
-def dot_dtype(q: Tensor):
-    """Return the operand dtype of GEMMs: q's on a GPU, and fp32 in Triton's interpreter.
+def dot_dtype(x: Tensor):
+    """Return the operand dtype of GEMMs: x's on a GPU, and fp32 in Triton's interpreter.
 
     The interpreter computes wrong results for bf16 GEMMs.
     """
-    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
+    return TRITON_DTYPES[x.dtype] if x.is_cuda else tl.float32
 
 
 def described_rows(cache: PagedCache, rows: int):

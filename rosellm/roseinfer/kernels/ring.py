@@ -21,7 +21,7 @@ from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, nex
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
-FEWEST_PROGRAMS, NUM_SMS = 40, 132
+FEWEST_PROGRAMS, NUM_SMS, QKV_PROGRAMS = 40, 132, 180
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
@@ -78,7 +78,7 @@ def _ring_kernel(
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     if BIAS:
         n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
-        bias = gl.load(bias_ptr + n, mask=i < N, other=0.0).to(gl.float32)
+        bias = gl.load(bias_ptr + n, mask=(i < N) & (part == 0), other=0.0).to(gl.float32)
     if DEPENDENT:
         _griddepcontrol("wait")
         _griddepcontrol("launch_dependents")
@@ -135,23 +135,28 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def takes(rows: int, k: int) -> bool:
+    """Return whether the kernel takes this number of rows, and K."""
+    return 2 <= rows <= MOST_ROWS and k % 8 == 0
+
+
 def is_faster(x: Tensor, weight: Tensor, activation: str, parts: int) -> bool:
     """Return whether the kernel can run, and is faster than ``linear.some_rows_linear`` on an H200."""
     rows, k = x.shape
-    if not (2 <= rows <= MOST_ROWS and k % 8 == 0 and runs_on(x.device, x.dtype)):
+    if not (takes(rows, k) and runs_on(x.device, x.dtype)):
         return False
     if activation == "swiglu":
         return len(weight) % 16 == 0 and cdiv(len(weight), 2 * BLOCK_N) >= FEWEST_PROGRAMS
     return parts > 1 or (activation == "gelu" and cdiv(len(weight), BLOCK_N) >= FEWEST_PROGRAMS)
 
 
-def parts_of(rows: int, n: int, k: int) -> int:
-    """Return into how many ranges to split K: at most a program per SM, none of few tiles.
+def parts_of(rows: int, n: int, k: int, most_programs: int = NUM_SMS) -> int:
+    """Return into how many ranges to split K: at most ``most_programs`` programs, none of few tiles.
 
     x is ``[rows, k]``, and the weight ``[n, k]``.
     """
-    parts, fewest_tiles = 1, 3 if n < 1024 else 4
-    while 2 * parts * cdiv(n, BLOCK_N) <= NUM_SMS and k >= 2 * parts * fewest_tiles * BLOCK_K:
+    parts, fewest_tiles = 1, 3 if min(n, k) < 1024 else 4
+    while 2 * parts * cdiv(n, BLOCK_N) <= most_programs and k >= 2 * parts * fewest_tiles * BLOCK_K:
         parts *= 2
     return parts
 

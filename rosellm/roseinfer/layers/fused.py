@@ -9,6 +9,7 @@ running the first layer alone loads them all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -30,6 +31,7 @@ from rosellm.roseinfer.layers.products import (
     activation_fused,
     can_pack,
     has_ring,
+    ring_qkv_parts_of,
 )
 
 
@@ -130,23 +132,29 @@ def fastest_products(
 
 def build_layers(
     norm: str, activation: str, gemm: str, model: Transformer, kernels: Kernels
-) -> Callable[[int], Layers]:
-    """Return a function from the number of rows to the layers that run them.
+) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
+    """Return two functions, each from a number of rows to the layers: for decode steps, and for prefills.
 
     norm, activation and gemm are fields of a recipe.
     """
     if norm == "separate":
         plain = plain_layers(model)
-        return lambda rows: plain
+        return (lambda rows: plain,) * 2
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
     library = FusedLayers(model, LibraryProducts(model, activated), kernels)
     if gemm == "library":
-        return lambda rows: library
+        return (lambda rows: library,) * 2
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
-        return lambda rows: packed
-    some = FusedLayers(model, SomeRowsProducts(model, kernels), kernels)
-    layers: dict[str, Layers] = {"few": FewRowsLayers(model, kernels), "some": some, "library": library}
-    sizes = model.config.n_layer_parameters, has_ring(model, kernels)
-    return lambda rows: layers[fastest_products(rows, *sizes)]
+        return (lambda rows: packed,) * 2
+    with_ring, few = has_ring(model, kernels), FewRowsLayers(model, kernels)
+    decode, prefill = (
+        {"few": few, "some": FusedLayers(model, products, kernels), "library": library}
+        for products in (
+            SomeRowsProducts(model, kernels, qkv_parts=ring_qkv_parts_of if with_ring else None),
+            SomeRowsProducts(model, kernels),
+        )
+    )
+    choose = partial(fastest_products, layer_parameters=model.config.n_layer_parameters, with_ring=with_ring)
+    return lambda rows: decode[choose(rows)], lambda rows: prefill[choose(rows)]

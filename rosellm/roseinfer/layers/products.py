@@ -25,7 +25,7 @@ class Products(Protocol):
     """The four GEMMs of each layer."""
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, with bias."""
+        """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, or to partial sums, with bias."""
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         """Project attention outputs ``[N, H D]`` to partial sums ``[P, N, C]``, without bias."""
@@ -219,11 +219,21 @@ class SomeRowsProducts(PlainProducts):
     Their partial sums are added up by the next norm.
 
     parts: maps (rows, n, k) to the number of ranges; None for the fastest.
+    qkv_parts: the same for ``qkv``, whose partial sums attention adds up; None to leave K whole.
     """
 
-    def __init__(self, model: Transformer, kernels: Kernels, parts: Parts | None = None) -> None:
+    def __init__(
+        self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
+    ) -> None:
         super().__init__(model, kernels.some_rows_linear)
         self.parts_of = parts or (ring_parts_of if has_ring(model, kernels) else parts_of)
+        self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
+
+    def qkv(self, layer: int, x: Tensor) -> Tensor:
+        p = self.blocks[layer].qkv
+        parts = self.qkv_parts_of(len(x), *p.weight.shape)
+        y = self.linear(x=x, weight=p.weight, bias=p.bias, parts=parts)
+        return y if parts == 1 else y.view(parts, len(x), -1)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].out.weight)
@@ -244,5 +254,9 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
 
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
-    in_ring = 2 <= rows <= ring.MOST_ROWS and k % 8 == 0
-    return (ring.parts_of if in_ring else parts_of)(rows, n, k)
+    return (ring.parts_of if ring.takes(rows, k) else parts_of)(rows, n, k)
+
+
+def ring_qkv_parts_of(rows: int, n: int, k: int) -> int:
+    """Return the number of ranges of K of a layer's ``qkv`` in a decode step, for models with a ring."""
+    return ring.parts_of(rows, n, k, ring.QKV_PROGRAMS) if ring.takes(rows, k) else 1

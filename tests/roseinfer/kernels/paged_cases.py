@@ -30,13 +30,14 @@ def paged_case(
     seed: int = 0,
     scale: float = 1.0,
     far: bool = False,
+    parts: int = 1,
 ) -> dict:
     """Sequences whose first ``starts`` tokens are cached and whose next ``counts`` (1 each) are new.
 
     q, k_new and v_new are slices of a projection, table and positions those of a device state, whose ``rows``
     the sequences are. Cache slots that hold no token of a sequence's window are NaN. Table entries past its
     blocks and before the window are wild; so are those of an inert row, which has a negative start. far: rows
-    of the projection lie far apart.
+    of the projection lie far apart. parts: if more than 1, q, k_new and v_new are that many fp32 summands.
     """
     counts, rng, normal = counts or [1] * len(starts), random.Random(seed), normals(seed)
     n_rows = len(starts) if rows is None else max(rows) + 2
@@ -57,9 +58,10 @@ def paged_case(
     cache = normal(2, len(held), n_kv_heads, block_size, head_dim)
     cache = torch.where(held[None, :, None, :, None], cache, NAN).to(device, dtype)
     heads = n_heads, n_kv_heads, n_kv_heads
-    fused = normal(sum(counts), sum(heads), head_dim).to(device, dtype)
-    fused = far_apart(fused) if far else fused
-    case = dict(zip(("q", "k_new", "v_new"), fused.split(heads, dim=1), strict=True))
+    fused = normal(parts, sum(counts), sum(heads), head_dim)
+    fused = fused.to(device, dtype if parts == 1 else torch.float32)
+    fused = fused if parts > 1 else far_apart(fused[0]) if far else fused[0]
+    case = dict(zip(("q", "k_new", "v_new"), fused.split(heads, dim=-2), strict=True))
     case |= {"k_cache_layer": cache[0], "v_cache_layer": cache[1], "block_table": state.table}
     return case | {"positions": state.positions, "scale": scale * head_dim**-0.5}
 

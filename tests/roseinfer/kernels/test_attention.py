@@ -27,7 +27,8 @@ def make_case(positions: list[int], *, rotary: str = "", window: int | None = No
     case = paged_case(positions, window=window, **sizes) | {"window": window}
     if rotary:
         norms, q = rotary == "norms", case["q"]
-        case["rotary"] = make_rotary(q.shape[2], norms, q.dtype, q.device, max(positions) + 1)
+        dtype = case["k_cache_layer"].dtype
+        case["rotary"] = make_rotary(q.shape[-1], norms, dtype, q.device, max(positions) + 1)
     return case
 
 
@@ -95,6 +96,7 @@ def test_the_kernel_equals_the_spec_over_random_shapes(seed, device, dtype):
     shape |= {"window": rng.choice((None, None, 9, 50)), "rotary": rng.choice(("", "plain", "norms"))}
     positions = [0, *(rng.randrange(-2, 3 * block_size) for _ in range(rng.randrange(5)))]
     places = {"head_dim": rng.choice((16, 24)), "dtype": dtype, "device": device, "seed": seed}
+    places["parts"] = (1, 2, 4)[seed % 3]
     pieces, lead = rng.choice((0, 1, 5, 12)), rng.choice((0, 3))
     variant = Variant(rng.choice((16, 32)), pieces, stages=1 + seed % 2, lead=lead)
     assert_attends_as_specified(make_case(positions, **shape, **places), variant)

@@ -126,7 +126,7 @@ def step_of(model, state: DeviceState, caches: Tensor):
     variant = variant_for(rows, c.n_kv_heads, 64, 132, c.group, c.head_dim)._replace(pieces=40)
     slots = torch.arange(rows, device=model.device)
     layers = {
-        kernels: build_layers("fused", "epilogue", "small_m", model, kernels)(rows)
+        kernels: build_layers("fused", "epilogue", "small_m", model, kernels)[0](rows)
         for kernels in (TRITON, TRITON_DEPENDENT)
     }
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}

@@ -45,8 +45,8 @@ def make_case(
 
 
 def products_of(case: dict, parts: int) -> dict:
-    """The bare product, its sum over K in parts."""
-    return {"x": case["x"], "weight": case["weight"], "parts": parts}
+    """The product with its bias, its sum over K in parts."""
+    return {name: case[name] for name in ("x", "weight", "bias")} | {"parts": parts}
 
 
 def assert_few_rows_equal_spec(case: dict, **options) -> None:
@@ -83,6 +83,7 @@ def test_the_parts_of_the_spec_are_products_over_ranges_in_order(parts):
     case = products_of(make_case(3, 8, 48, dtype=torch.float16), parts)
     x, weight = (case[name].double().split(48 // parts, dim=1) for name in ("x", "weight"))
     expected = torch.stack([a @ b.t() for a, b in zip(x, weight, strict=True)])
+    expected[0] += case["bias"].double()
     check.assert_near(some_rows_linear_ref(**case), expected.float())
 
 

@@ -28,7 +28,7 @@ def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(se
     x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
     x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
     given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
-    given["bias"] = bias.to(dtype) if parts == 1 and draw.random() < 0.5 else None
+    given["bias"] = bias.to(dtype) if draw.random() < 0.5 else None
     poison = torch.full((parts * rows * n,), float("nan"), device="cuda", dtype=dtype if parts == 1 else None)
     del poison
     found = ring.ring_linear(**given, dependent=draw.random() < 0.5)

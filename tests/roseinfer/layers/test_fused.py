@@ -64,7 +64,7 @@ def test_every_variant_gives_the_models_states(variant, shape, device):
     model = random_model(1, small_config(**MODELS[shape])).to(device)
     specified = [[1], [5], [3, 1, 4], [40, 30]] if device == "cpu" else []
     for kernels, lengths in ((TORCH, specified), (TRITON, [[1], [17, 1]])):
-        layers_for = build_layers(*VARIANTS[variant], model, kernels)
+        _, layers_for = build_layers(*VARIANTS[variant], model, kernels)
         for each in lengths:
             assert_gives_the_models_states(layers_for(sum(each)), model, each)
 
@@ -75,18 +75,21 @@ def test_where_weights_can_be_in_a_ring_2_to_64_rows_take_it_unless_the_kernel_i
 ):
     monkeypatch.setattr(ring, "runs_on", lambda device, dtype: True)
     model = random_model(0, small_config(d_model=1024, d_ff=4096, n_layers=1))
-    layers_for = build_layers(*VARIANTS["small_m"], model, kernels)
+    layers_for, for_prefill = build_layers(*VARIANTS["small_m"], model, kernels)
     of_another = replace(kernels, some_rows_linear=lambda **operands: kernels.some_rows_linear(**operands))
-    without = build_layers(*VARIANTS["small_m"], model, of_another)
+    without, _ = build_layers(*VARIANTS["small_m"], model, of_another)
     assert isinstance(layers_for(1), FewRowsLayers) and isinstance(without(8), FewRowsLayers)
     for rows in (2, 64):
         assert layers_for(rows).products.parts_of(rows, 1024, 4096) == ring.parts_of(rows, 1024, 4096)
+        assert layers_for(rows).products.qkv_parts_of(rows, 4096, 1024) == 2
+    for rows, others in ((65, layers_for), (64, for_prefill), (64, without)):
+        assert others(rows).products.qkv_parts_of(rows, 4096, 1024) == 1
     assert layers_for(8).products.parts_of(8, 1024, 4100) == parts_of(8, 1024, 4100)  # rows that TMA refuses
     assert ring.parts_of(8, 1024, 4100) != parts_of(8, 1024, 4100)
     assert without(64).products.parts_of is parts_of
     assert layers_for(65).products.parts_of(65, 1024, 4096) == parts_of(65, 1024, 4096)
     small = random_model(0)  # few parameters: fused norms win
-    assert isinstance(build_layers(*VARIANTS["small_m"], small, kernels)(8), FewRowsLayers)
+    assert isinstance(build_layers(*VARIANTS["small_m"], small, kernels)[0](8), FewRowsLayers)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
@@ -101,7 +104,7 @@ def test_every_variant_at_a_real_width_gives_the_models_states(variant, shape, d
     exact = random_model(8, config, std=0.02).to(device)
     model = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict(model.state_dict())
-    layers_for = build_layers(*VARIANTS[variant], model, TRITON)
+    _, layers_for = build_layers(*VARIANTS[variant], model, TRITON)
     tolerance = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
     for lengths in ([1], [8], [16], [17], [64], [130], [60] * 5):
         ids, positions, attention = inputs_of(model, lengths)
