@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.bench import steps
+from rosellm.bench import steps, tune
 from rosellm.command_line import OneLineParser, command
 
 
@@ -12,6 +12,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m rosellm.bench", description="Run a benchmark.")
     benchmarks = parser.add_subparsers(metavar="NAME", required=True)
     steps.add_to(benchmarks.add_parser("steps", help="the time of a step for each number of rows"))
+    tune.add_to(benchmarks.add_parser("tune", help="the fastest kernels for a model's decode steps"))
     given = parser.parse_args(argv)
     given.run(given)
 

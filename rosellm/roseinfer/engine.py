@@ -34,6 +34,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.trial import CPU_KV_BYTES, PREFILL_TOKENS, kv_blocks_within_memory, working_bytes
+from rosellm.roseinfer.tuning import tune_or_load
 
 __all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
@@ -62,6 +63,8 @@ class Engine(Owned):
         ``prefill_alignment`` tokens.
     warm_up: whether to capture, at construction, every CUDA graph that these options allow, so that no
         request waits for a capture. False captures each graph at its first use. No effect on a CPU.
+    tune: whether to tune the GEMMs of decode steps for this model and GPU before the graphs are captured, in
+        less than two minutes, unless an earlier process has done it (:mod:`tuning`).
     group: the ranks that run the engine together, each with its part of the model (:mod:`tensor_parallel`).
 
     Public attributes:
@@ -86,12 +89,13 @@ class Engine(Owned):
         prefix_cache: bool = False,
         deterministic: bool = False,
         warm_up: bool = True,
+        tune: bool = False,
         group: Group = ALONE,
     ) -> None:
         super().__init__()
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
-        _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up)
+        _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up, tune=tune)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
@@ -120,6 +124,8 @@ class Engine(Owned):
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
         self.budget = BlockBudget(self.blocks, self._shared, self.step.run_ahead)
         self._n_warmed = 0
+        if tune:
+            tune_or_load(self.step, model)
         if warm_up:
             self.warm_up()
         self._n_requests = 0

@@ -116,6 +116,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         deterministic: bool = False,
         warm_up: bool = True,
+        tune: bool = False,
         enforce_eager: bool = False,
         seed: int | None = None,
         tokenizer: str | None = None,
@@ -150,6 +151,7 @@ class LLM:
             "prefix_cache": prefix_cache,
             "deterministic": deterministic,
             "warm_up": warm_up and not enforce_eager,
+            "tune": tune,
         }
         own |= translated(options, set(signature(LLM).parameters))
         self.served: Engine | Replicas  # what a streaming manager uses as its engine

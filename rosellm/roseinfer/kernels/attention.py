@@ -82,7 +82,7 @@ def append_and_attend_ref(
     with zeros for inert rows.
     """
     if q.dim() == 4:
-        q, k_new, v_new = (sum(parts).to(k_cache_layer.dtype) for parts in (q, k_new, v_new))
+        q, k_new, v_new = (sum(x[1:], x[0]).to(k_cache_layer.dtype) for x in (q, k_new, v_new))
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
     if rotary is not None:
         q = positioned_ref(q, rotary.q_norm, positions, rotary)

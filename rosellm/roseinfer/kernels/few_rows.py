@@ -26,6 +26,7 @@ from rosellm.roseinfer.kernels.linear import (
 )
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.tile_tables import best
+from rosellm.roseinfer.kernels.tuned import choice_of
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM"}
@@ -333,7 +334,7 @@ def few_rows_linear(
     Arguments as in :func:`few_rows_linear_ref`; all tensors must be contiguous.
 
     dependent: the launch mode, as in ``launch_options``.
-    shape: maps (rows, n, k, dtype) to a tiling; None for the fastest measured one.
+    shape: maps (rows, n, k, dtype) to a tiling; None for the tuned or the fastest measured one.
 
     With LayerNorm, the variance is a difference of two sums and loses digits if a row's mean is many times
     its deviation. x times scale is rounded to x's dtype, except for a single row.
@@ -341,7 +342,8 @@ def few_rows_linear(
     rows, k = x.shape
     n = weight.shape[0]
     out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
-    cut = (shape or _few_rows_shape)(rows, n, k, x.dtype)
+    tuned = choice_of(1, n, k, activation) if rows == 1 and shape is None and x.element_size() == 2 else None
+    cut = FewRowsShape(*tuned.tile) if tuned else (shape or _few_rows_shape)(rows, n, k, x.dtype)
     fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
     fused |= {"NORM": "none" if norm is None else norm.kind}
     scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
@@ -377,11 +379,12 @@ def _options(
 
 @lru_cache(1024)
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Return the fastest measured tiling.
+    """Return the fastest measured tiling."""
+    return filled(FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize)), k)
 
-    In the table, block_k 0 stands for about K / slices, and held 0 for all chunks.
-    """
-    shape = FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize))
+
+def filled(shape: FewRowsShape, k: int) -> FewRowsShape:
+    """Return ``shape`` with block_k 0 replaced by about K / slices, and held 0 by the number of chunks."""
     block_k = shape.block_k or min(256, max(16, next_power_of_2(k) // shape.slices))
     held = shape.held or cdiv(k, shape.slices * block_k)
     return shape._replace(block_k=block_k, held=held)

@@ -17,6 +17,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
+from rosellm.roseinfer.kernels.tuned import choice_of
 from rosellm.triton_or_none import TensorDescriptor, cdiv, tl, triton
 
 ROLES = {"_some_rows_kernel": "GEMM"}
@@ -277,18 +278,18 @@ def some_rows_linear(
     All tensors must be contiguous.
 
     dependent: the launch mode, as in ``launch_options``.
-    shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages; None for the fastest
-        measured ones, or for ``ring.ring_linear`` where that is faster.
+    shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages; None for the tuned or the
+        fastest measured ones, or for ``ring.ring_linear`` where that is faster.
     copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
-    if shape is None and ring.is_faster(x, weight, activation, parts):
+    (rows, k), n = x.shape, len(weight)
+    tile = shape(rows, n, k, x.dtype, parts) if shape else _tile_of(x, weight, activation, parts)
+    if tile is None:
         fused = {"bias": bias, "activation": activation}
         return ring.ring_linear(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
-    rows, k = x.shape
-    n = weight.shape[0]
     width = output_width(n, activation)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-    block_m, block_n, block_k, warps, stages = (shape or some_rows_shape)(rows, n, k, x.dtype, parts)
+    block_m, block_n, block_k, warps, stages = tile
     stages = fitting_stages(stages, block_m, block_n, block_k, x.element_size(), x.device)
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
     added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
@@ -300,6 +301,17 @@ def some_rows_linear(
         x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
     )
     return out
+
+
+def _tile_of(x: Tensor, weight: Tensor, activation: str, parts: int) -> Shape | None:
+    """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
+    rows, (n, k) = len(x), weight.shape
+    tuned = choice_of(rows, n, k, activation) if ring.runs_on(x.device, x.dtype) else None
+    if tuned is not None and tuned.parts == parts:
+        return tuned.tile
+    if ring.is_faster(x, weight, activation, parts):
+        return None
+    return some_rows_shape(rows, n, k, x.dtype, parts)
 
 
 def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):

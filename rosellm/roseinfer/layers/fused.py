@@ -9,7 +9,7 @@ running the first layer alone loads them all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -20,11 +20,13 @@ from rosellm.models.model import Projection, Transformer, split_heads
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kernels.tile_tables import best
+from rosellm.roseinfer.kernels.tuned import layers_of
 from rosellm.roseinfer.layers.products import (
     LayerWeights,
     LibraryProducts,
     NormedWeights,
     PackedProducts,
+    Parts,
     Products,
     SomeRowsProducts,
     activation_apart,
@@ -32,6 +34,7 @@ from rosellm.roseinfer.layers.products import (
     can_pack,
     has_ring,
     ring_qkv_parts_of,
+    tuned_or,
 )
 
 
@@ -127,7 +130,24 @@ def fastest_products(
     with_ring: whether "some" includes :func:`ring.ring_linear`.
     """
     table = "ring_products" if with_ring and 2 <= rows <= ring.MOST_ROWS else "products"
-    return best(table, rows=rows, parameters=layer_parameters)[0]
+    tuned = layers_of(rows, layer_parameters) if with_ring else None
+    return tuned or best(table, rows=rows, parameters=layer_parameters)[0]
+
+
+@dataclass(frozen=True)
+class FastestLayers:
+    """A function from the number of rows to the fastest layers.
+
+    variants: the layers by the names of :func:`fastest_products`.
+    layer_parameters, with_ring: as in :func:`fastest_products`.
+    """
+
+    variants: dict[str, Layers]
+    layer_parameters: int
+    with_ring: bool
+
+    def __call__(self, rows: int) -> Layers:
+        return self.variants[fastest_products(rows, self.layer_parameters, self.with_ring)]
 
 
 def build_layers(
@@ -149,12 +169,10 @@ def build_layers(
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return (lambda rows: packed,) * 2
     with_ring, few = has_ring(model, kernels), FewRowsLayers(model, kernels)
-    decode, prefill = (
-        {"few": few, "some": FusedLayers(model, products, kernels), "library": library}
-        for products in (
-            SomeRowsProducts(model, kernels, qkv_parts=ring_qkv_parts_of if with_ring else None),
-            SomeRowsProducts(model, kernels),
-        )
-    )
-    choose = partial(fastest_products, layer_parameters=model.config.n_layer_parameters, with_ring=with_ring)
-    return lambda rows: decode[choose(rows)], lambda rows: prefill[choose(rows)]
+    sizes = model.config.n_layer_parameters, with_ring
+
+    def fastest(qkv_parts: Parts | None) -> FastestLayers:
+        some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)
+        return FastestLayers({"few": few, "some": some, "library": library}, *sizes)
+
+    return fastest(tuned_or(ring_qkv_parts_of) if with_ring else None), fastest(None)

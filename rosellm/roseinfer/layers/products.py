@@ -16,6 +16,7 @@ from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
+from rosellm.roseinfer.kernels.tuned import choice_of
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
@@ -226,7 +227,7 @@ class SomeRowsProducts(PlainProducts):
         self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
     ) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        self.parts_of = parts or (ring_parts_of if has_ring(model, kernels) else parts_of)
+        self.parts_of = parts or (tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of)
         self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
@@ -255,6 +256,16 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
     return (ring.parts_of if ring.takes(rows, k) else parts_of)(rows, n, k)
+
+
+def tuned_or(parts: Parts) -> Parts:
+    """Return a function that gives the tuned number of ranges of K, or else that of ``parts``."""
+
+    def tuned_parts(rows: int, n: int, k: int) -> int:
+        choice = choice_of(rows, n, k, "none")
+        return parts(rows, n, k) if choice is None else choice.parts
+
+    return tuned_parts
 
 
 def ring_qkv_parts_of(rows: int, n: int, k: int) -> int:

@@ -91,7 +91,7 @@ class Worker:
         self.layers_for, self.bind, self.next_tokens = layers_for, bind, next_tokens
         self.logprobs, self.graphs, self.prompts = logprobs, graphs, prompts
         self.device = state.rows.device
-        self._longest = width * blocks.block_size
+        self.longest = width * blocks.block_size
         self._idle = self.state if graphs is None else DeviceState(self.n_rows, width, self.device)
         self._idle.stop_tokens = state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(self.n_rows, device=self.device)
@@ -296,7 +296,7 @@ class Worker:
 
     def variants(self, rows: int) -> list[str]:
         """Return all attention variants that a batch of ``rows`` sequences can need, at any lengths."""
-        longest = [min(1 << k, self._longest) for k in range((self._longest - 1).bit_length() + 1)]
+        longest = [min(1 << k, self.longest) for k in range((self.longest - 1).bit_length() + 1)]
         return sorted({self.variant(rows, most, mean) for most in longest for mean in (0, most)})
 
     def _run_idle(self, bucket: int) -> None:

@@ -1,0 +1,48 @@
+"""Tune the GEMMs of a model's decode steps: ``python -m rosellm.bench tune --model Qwen/Qwen3-0.6B``.
+
+Candidates are timed in whole steps on this GPU, for 1, 2, 4 and so on to 256 rows.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from statistics import median
+
+from rosellm.bench.options import add_device_options, add_record_option, count
+from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
+from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.loading import LOAD_FORMATS
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.tuning import CONTEXT, tune
+
+
+def add_to(parser: ArgumentParser) -> None:
+    """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
+    _title, parser.description = __doc__.strip().split("\n\n")
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--model", default=SHIPPED, help="hub id, local folder or the shipped model")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
+    add("--max-batch-size", **count(256, high=1024), help="the largest number of rows")
+    add_record_option(parser)
+    add_device_options(parser)
+
+
+def run(given: Namespace) -> None:
+    """Tune, print each number of rows before and after, and write or extend the record if asked for."""
+    if given.json:
+        check_writable(given.json)
+    source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
+    sizes = {"max_batch_size": given.max_batch_size, "max_model_len": 2 * CONTEXT, "warm_up": False}
+    engine = Engine.load(given.model, **source, **sizes)
+    found = tune(engine.step, engine.model)
+    for rows, turns in found["steps"].items():
+        before, after = median(turns["before"]), median(turns["after"])
+        print(f"{rows:>4} rows {before:10.1f} µs before, {after:10.1f} µs after: {after / before:.3f} ×")
+    if given.json:
+        model = Path(given.model).name
+        runs = json.loads(given.json.read_text(encoding="utf-8"))["models"] if given.json.exists() else {}
+        runs |= {model: {**found, "load_format": given.load_format, "engine": engine_facts(engine)}}
+        write_record(given.json, new_record("tuned", engine.device, models=runs))

@@ -1,0 +1,86 @@
+"""GEMMs tuned for one model's shapes: which kernel, tiles and ranges of K were fastest in whole steps.
+
+``tiles/<gpu>.json`` has the choices of the package; :mod:`tuning` finds those of other models. A shape
+without a choice follows the rules of :mod:`tile_tables` and :mod:`ring`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rosellm.triton_or_none import next_power_of_2
+
+FOLDER = Path(__file__).parent / "tiles"
+
+
+class Gemm(NamedTuple):
+    """A GEMM of a decode step, in 16 bits.
+
+    rows: number of rows, rounded up to a power of two.
+    n, k: shape of the weight.
+    activation: "none", "gelu" or "swiglu".
+    """
+
+    rows: int
+    n: int
+    k: int
+    activation: str
+
+
+class Layers(NamedTuple):
+    """The layers of a decode step. rows: as in :class:`Gemm`. parameters: number of parameters per layer."""
+
+    rows: int
+    parameters: int
+
+
+class Choice(NamedTuple):
+    """How to compute a GEMM.
+
+    parts: number of ranges of K.
+    tile: a ``few_rows.FewRowsShape`` for one row, otherwise a ``linear.Shape``; None for the ring.
+    """
+
+    parts: int
+    tile: Any
+
+
+def choice_of(rows: int, n: int, k: int, activation: str) -> Choice | None:
+    """Return the tuned choice for a GEMM in 16 bits, or None."""
+    return table().get(Gemm(next_power_of_2(rows), n, k, activation))
+
+
+def layers_of(rows: int, parameters: int) -> Literal["few", "some", "library"] | None:
+    """Return the tuned kind of layers, as in ``fused.fastest_products``, or None."""
+    return table().get(Layers(next_power_of_2(rows), parameters))
+
+
+@cache
+def table() -> dict[Gemm | Layers, Any]:
+    """Return the choices in force: those of the package for this GPU; callers may add to them."""
+    path = FOLDER / f"{gpu_name()}.json"
+    models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
+    return {key: value for model in models.values() for key, value in parsed(model["choices"])}
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU in lower case, with "-" for other characters; "cpu" without one."""
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def parsed(choices: Iterable[dict[str, Any]]) -> Iterable[tuple[Gemm | Layers, Any]]:
+    """Return each choice of a table as data as its key and value."""
+    for it in choices:
+        if "kind" in it:
+            yield Layers(it["rows"], it["parameters"]), it["kind"]
+        else:
+            tile = None if it["tile"] is None else tuple(it["tile"])
+            yield Gemm(it["rows"], it["n"], it["k"], it["activation"]), Choice(it["parts"], tile)

@@ -1,0 +1,227 @@
+"""Tune the GEMMs of one model's decode steps on this GPU.
+
+Each candidate is timed in whole steps, captured in a graph: no weight is in the L2 cache when it is needed,
+and norms and attention overlap with the GEMMs as they do in serving. A choice is kept in :func:`tuned.table`
+if steps with and without it, in turns, show that it makes a step at least 1% shorter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rosellm import __version__
+from rosellm.atomic import write_text
+from rosellm.errors import OptionError
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels import ring, tuned
+from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, FewRowsShape, filled
+from rosellm.roseinfer.kernels.tile_tables import best
+from rosellm.roseinfer.kernels.tuned import Choice, Gemm
+from rosellm.roseinfer.layers.fused import FastestLayers, Layers
+from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.worker import Worker
+from rosellm.triton_or_none import cdiv, triton
+
+CONTEXT, REPLAYS, TURNS, SHORTER = 64, 8, 5, 0.99
+SIZES = [size << i for i in range(6) for size in (512, 768)]  # n and k whose tiles are candidates
+MOST_HELD = 16  # chunks of a weight in registers
+REQUIRED = "tune=True needs one Hopper GPU, a 16-bit dtype, and the rung small_gemm or a later one"
+
+Turns = dict[str, list[float]]  # µs per step in each turn, "before" and "after"
+Found = list[dict[str, Any]]
+
+
+def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -> None:
+    """Tune a model as :func:`tune` does, or read the choices that an earlier process has written.
+
+    folder: where the choices are; None for ``rosellm/tiles`` in the user's cache folder.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    worker = _worker_of(step)
+    path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    shapes = " ".join(f"{g.n}x{g.k}" for g in gemms_of(model, 1))
+    name = f"{shapes}, {worker.n_rows} rows, rosellm {__version__}, triton {triton.__version__}"
+    if name not in known:
+        known[name] = tune(step, model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(known, indent=1))
+    tuned.table().update(tuned.parsed(known[name]["choices"]))
+
+
+@torch.inference_mode()
+def tune(step: object, model: Transformer) -> dict[str, Any]:
+    """Tune a model for all numbers of rows that ``step`` decodes together.
+
+    The choices are in force from then on. No sequence may hold blocks of the cache. Returns, as data:
+
+    choices: the choices, each with ``step_us``, the µs per step with and without it in each turn.
+    steps: number of rows → µs per step before and after tuning, in each turn.
+
+    Steps are without the choice of tokens.
+
+    Raises ``OptionError`` unless the GEMMs of decode steps can be ``ring.ring_linear``.
+    """
+    worker = _worker_of(step)
+    layers_for = cast(FastestLayers, worker.layers_for)
+    steps, choices, turns = _Steps(worker), Found(), {}
+    numbers = [1 << i for i in range(worker.n_rows.bit_length())]
+    tries = [(gemm, one) for rows in numbers for gemm in gemms_of(model, rows) for one in candidates(gemm)]
+    compile_ahead([partial(steps.run_one_layer, layers_for, gemm, choice) for gemm, choice in tries])
+    for rows in tqdm(numbers, "tune", unit=" numbers of rows", delay=1):
+        before = steps.captured(layers_for(rows), rows)
+        found = _tuned_gemms(steps, layers_for, gemms_of(model, rows))
+        if rows > 1 and (kind := _tuned_kind(steps, layers_for, rows)):
+            found = [*(found if kind["kind"] == "some" else []), kind]
+        choices += found
+        turns[str(rows)] = in_turns(before, steps.captured(layers_for(rows), rows))
+    return {"choices": choices, "steps": turns}
+
+
+def _worker_of(step: object) -> Worker:
+    worker = getattr(step, "worker", None)
+    layers_for = getattr(worker, "layers_for", None)
+    if not (isinstance(layers_for, FastestLayers) and layers_for.with_ring):
+        raise OptionError(REQUIRED)
+    return cast(Worker, worker)
+
+
+def gemms_of(model: Transformer, rows: int) -> list[Gemm]:
+    """Return the four GEMMs of a layer, the largest weight first."""
+    block, mlp = model.blocks[0], model.config.mlp
+    given = (block.qkv, "none"), (block.out, "none"), (block.up, mlp), (block.down, "none")
+    gemms = [Gemm(rows, it.weight.shape[0], it.weight.shape[1], activation) for it, activation in given]
+    return sorted(gemms, key=lambda gemm: -gemm.n * gemm.k)
+
+
+def candidates(gemm: Gemm) -> list[Choice]:
+    """Return the tiles that the rules choose for any shape, and the ring, each with several ranges of K."""
+    rows, n, k, activation = gemm
+    shapes = [(n, k) for n in SIZES for k in SIZES]
+    if rows == 1:
+        one_row = {FewRowsShape(*best("few_rows", rows=1, n=n, k=k, bits=16)) for n, k in shapes}
+        held = (filled(tile, k) for tile in one_row if tile.block_k)
+        return [Choice(1, tuple(tile)) for tile in sorted(held) if tile.held <= MOST_HELD]
+    found = []
+    for parts in (1, 2, 4, 8) if activation == "none" else (1,):
+        in_ring = cdiv(k, ring.BLOCK_K) >= 2 * parts and parts * cdiv(n, ring.BLOCK_N) <= 2 * ring.NUM_SMS
+        if rows <= 2 * ring.MOST_ROWS and k % 8 == 0 and n % 16 == 0 and in_ring:
+            found.append(Choice(parts, None))
+        split = {"parts": parts, "bits": 16}
+        tiles = {best("some_rows", rows=rows, n=n, k=k, narrow=min(n, k), **split) for n, k in shapes}
+        few = rows <= ring.MOST_ROWS  # split, only the ring is fast for so few
+        fitting = (it for it in sorted(tiles) if k % (parts * it[2]) == 0 and (parts == 1 or not few))
+        found += [Choice(parts, tile) for tile in fitting]
+    return found
+
+
+class _Steps:
+    """Decode steps on rows that have cached ``CONTEXT`` tokens, without the choice of new ones."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, blocks = worker, worker.blocks
+        self.state = DeviceState(worker.n_rows, worker.state.table.shape[1], worker.device)
+        self.state.positions.fill_(min(CONTEXT, worker.longest - 1))
+        ids = torch.arange(self.state.table.numel()) % blocks.max_blocks_per_layer
+        self.state.table.copy_(ids.view(self.state.table.shape))
+
+    def run(self, layers: Layers, rows: int, n_layers: int | None = None) -> Tensor:
+        state, seen = self.state.first(rows), CONTEXT + 1
+        attend = self.worker.bind(state, self.worker.variant(rows, seen, seen))
+        return layers(state.tokens, state.positions, attend, n_layers)
+
+    def run_one_layer(self, layers_for: FastestLayers, gemm: Gemm, choice: Choice) -> None:
+        with trying(gemm, choice):
+            self.run(layers_of(layers_for, gemm.rows), gemm.rows, 1)
+
+    def captured(self, layers: Layers, rows: int) -> Callable[[], object]:
+        self.run(layers, rows, 1)
+        return record_graph(partial(self.run, layers, rows), None)
+
+
+def layers_of(layers_for: FastestLayers, rows: int) -> Layers:
+    return layers_for.variants["few" if rows == 1 else "some"]
+
+
+@contextmanager
+def trying(gemm: Gemm, choice: Choice) -> Iterator[None]:
+    """Put a choice into force for the duration of the context."""
+    table = tuned.table()
+    before = table.get(gemm)
+    table[gemm] = choice
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[gemm]
+        else:
+            table[gemm] = before
+
+
+def step_us(replay: Callable[[], object]) -> float:
+    """Return the µs per step of ``REPLAYS`` steps, after two."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(REPLAYS + 2):
+        if i == 2:
+            start.record()
+        replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / REPLAYS
+
+
+def in_turns(before: Callable[[], object], after: Callable[[], object]) -> Turns:
+    """Return the µs per step of each turn, before and after."""
+    turns: Turns = {"before": [], "after": []}
+    for _ in range(TURNS):
+        for us, replay in zip(turns.values(), (before, after), strict=True):
+            us.append(step_us(replay))
+    return turns
+
+
+def is_shorter(turns: Turns) -> bool:
+    return median(turns["after"]) <= SHORTER * median(turns["before"])
+
+
+def _tuned_gemms(steps: _Steps, layers_for: FastestLayers, gemms: list[Gemm]) -> Found:
+    """Tune one GEMM after another, each with the choices made so far."""
+    found: Found = []
+    for gemm in gemms:
+        layers, times, replays = layers_of(layers_for, gemm.rows), {}, {}
+        for choice in candidates(gemm):
+            with suppress(triton.OutOfResources), trying(gemm, choice):
+                replays[choice] = steps.captured(layers, gemm.rows)
+                times[choice] = step_us(replays[choice])
+        choice = min(times, key=lambda one: times[one])
+        turns = in_turns(steps.captured(layers, gemm.rows), replays[choice])
+        if is_shorter(turns):
+            tuned.table()[gemm] = choice
+            found.append(gemm._asdict() | choice._asdict() | {"step_us": turns})
+    return found
+
+
+def _tuned_kind(steps: _Steps, layers_for: FastestLayers, rows: int) -> dict[str, Any] | None:
+    """Choose between fused norms, our GEMMs and the library's; return the choice if it is a new one."""
+    parameters, now = layers_for.layer_parameters, layers_for(rows)
+    kinds = [kind for kind in layers_for.variants if kind != "few" or rows <= FEW_ROWS]
+    replays = {kind: steps.captured(layers_for.variants[kind], rows) for kind in kinds}
+    times = {kind: step_us(replay) for kind, replay in replays.items()}
+    kind = min(times, key=lambda one: times[one])
+    turns = in_turns(steps.captured(now, rows), replays[kind])
+    if layers_for.variants[kind] is now or not is_shorter(turns):
+        return None
+    tuned.table()[tuned.Layers(rows, parameters)] = kind
+    return {"rows": rows, "parameters": parameters, "kind": kind, "step_us": turns}
