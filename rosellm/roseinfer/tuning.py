@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rosellm import __version__
 from rosellm.atomic import write_text
 from rosellm.errors import OptionError
 from rosellm.models.model import Transformer
@@ -38,7 +38,7 @@ from rosellm.triton_or_none import cdiv, triton
 CONTEXT, REPLAYS, TURNS, SHORTER = 64, 8, 5, 0.99
 SIZES = [size << i for i in range(6) for size in (512, 768)]  # n and k whose tiles are candidates
 MOST_HELD = 16  # chunks of a weight in registers
-REQUIRED = "tune=True needs one Hopper GPU, a 16-bit dtype, and the rung small_gemm or a later one"
+REQUIRED = "tuning needs one Hopper GPU, a 16-bit dtype, and the rung small_gemm or a later one"
 
 Turns = dict[str, list[float]]  # µs per step in each turn, "before" and "after"
 Found = list[dict[str, Any]]
@@ -54,12 +54,16 @@ def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -
     path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     shapes = " ".join(f"{g.n}x{g.k}" for g in gemms_of(model, 1))
-    name = f"{shapes}, {worker.n_rows} rows, rosellm {__version__}, triton {triton.__version__}"
+    name = f"{shapes}, {worker.n_rows} rows, {_versions()}"
     if name not in known:
         known[name] = tune(step, model)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(known, indent=1))
     tuned.table().update(tuned.parsed(known[name]["choices"]))
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("rosellm", "torch", "triton"))
 
 
 @torch.inference_mode()
@@ -84,9 +88,10 @@ def tune(step: object, model: Transformer) -> dict[str, Any]:
     for rows in tqdm(numbers, "tune", unit=" numbers of rows", delay=1):
         before = steps.captured(layers_for(rows), rows)
         found = _tuned_gemms(steps, layers_for, gemms_of(model, rows))
-        if rows > 1 and (kind := _tuned_kind(steps, layers_for, rows)):
-            found = [*(found if kind["kind"] == "some" else []), kind]
-        choices += found
+        kind = _tuned_kind(steps, layers_for, rows) if rows > 1 else None
+        if layers_for(rows) is layers_of(layers_for, rows):
+            choices += found
+        choices += [kind] if kind else []
         turns[str(rows)] = in_turns(before, steps.captured(layers_for(rows), rows))
     return {"choices": choices, "steps": turns}
 

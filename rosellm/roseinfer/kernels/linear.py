@@ -283,7 +283,7 @@ def some_rows_linear(
     copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
     (rows, k), n = x.shape, len(weight)
-    tile = shape(rows, n, k, x.dtype, parts) if shape else _tile_of(x, weight, activation, parts)
+    tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts)
     if tile is None:
         fused = {"bias": bias, "activation": activation}
         return ring.ring_linear(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
@@ -303,7 +303,7 @@ def some_rows_linear(
     return out
 
 
-def _tile_of(x: Tensor, weight: Tensor, activation: str, parts: int) -> Shape | None:
+def tile_of(x: Tensor, weight: Tensor, activation: str, parts: int) -> Shape | None:
     """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
     rows, (n, k) = len(x), weight.shape
     tuned = choice_of(rows, n, k, activation) if ring.runs_on(x.device, x.dtype) else None

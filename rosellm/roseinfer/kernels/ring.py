@@ -21,7 +21,7 @@ from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, nex
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
-FEWEST_PROGRAMS, NUM_SMS, QKV_PROGRAMS = 40, 132, 180
+FEWEST_PROGRAMS, NUM_SMS, QKV_PROGRAMS = 36, 132, 180
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
@@ -147,7 +147,8 @@ def is_faster(x: Tensor, weight: Tensor, activation: str, parts: int) -> bool:
         return False
     if activation == "swiglu":
         return len(weight) % 16 == 0 and cdiv(len(weight), 2 * BLOCK_N) >= FEWEST_PROGRAMS
-    return parts > 1 or (activation == "gelu" and cdiv(len(weight), BLOCK_N) >= FEWEST_PROGRAMS)
+    fits = cdiv(len(weight), BLOCK_N) >= FEWEST_PROGRAMS and (activation == "gelu" or k < 1024)
+    return parts > 1 or fits
 
 
 def parts_of(rows: int, n: int, k: int, most_programs: int = NUM_SMS) -> int:
@@ -155,10 +156,21 @@ def parts_of(rows: int, n: int, k: int, most_programs: int = NUM_SMS) -> int:
 
     x is ``[rows, k]``, and the weight ``[n, k]``.
     """
-    parts, fewest_tiles = 1, 3 if min(n, k) < 1024 else 4
+    parts, fewest_tiles = 1, 3 if max(n, k) < 1024 else 4
     while 2 * parts * cdiv(n, BLOCK_N) <= most_programs and k >= 2 * parts * fewest_tiles * BLOCK_K:
         parts *= 2
     return parts
+
+
+def stages_of(padded_rows: int, programs: int, tiles: int) -> int:
+    """Return the number of stages of a program that multiplies ``tiles`` tiles.
+
+    A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
+    in one.
+    """
+    shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
+    fitting = shared_bytes // ((BLOCK_N + padded_rows) * BLOCK_K * 2)
+    return min(MOST_STAGES, tiles, max(2, fitting))
 
 
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
@@ -172,8 +184,7 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     width = n // 2 if activation == "swiglu" else n
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
     padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, BLOCK_N), cdiv(cdiv(k, BLOCK_K), parts)
-    shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(blocks * parts, NUM_SMS))
-    stages = min(MOST_STAGES, tiles, shared_bytes // ((BLOCK_N + padded) * BLOCK_K * 2))
+    stages = stages_of(padded, blocks * parts, tiles)
     described = _described_pairs if activation == "swiglu" else _described
     _ring_kernel[(blocks, parts)](
         described(weight, BLOCK_N), _described(x, padded), x if bias is None else bias, out, rows, n, tiles,

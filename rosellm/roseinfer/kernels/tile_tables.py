@@ -1,6 +1,6 @@
 """Tile shapes as data: the fastest ones for each kernel and size on an H200; every GPU uses them.
 
-``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
+``tiles/rules.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
 whose conditions all hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with a
 number. The shapes were chosen by timing whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
 Llama-3.1-8B.
@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TABLES = Path(__file__).parent / "tiles" / "h200.json"
+TABLES = Path(__file__).parent / "tiles" / "rules.json"
 COMPARED = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
 COMBINED = {"/": operator.truediv, "*": operator.mul, "%": operator.mod}
 

@@ -129,9 +129,11 @@ def fastest_products(
     layer_parameters: number of parameters per layer.
     with_ring: whether "some" includes :func:`ring.ring_linear`.
     """
-    table = "ring_products" if with_ring and 2 <= rows <= ring.MOST_ROWS else "products"
-    tuned = layers_of(rows, layer_parameters) if with_ring else None
-    return tuned or best(table, rows=rows, parameters=layer_parameters)[0]
+    if with_ring and (tuned := layers_of(rows, layer_parameters)):
+        return tuned
+    if with_ring and 2 <= rows <= ring.MOST_ROWS:
+        return "some"
+    return best("products", rows=rows, parameters=layer_parameters)[0]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
 
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
+from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -24,7 +26,8 @@ def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(se
     rows, k = draw.randint(1, ring.MOST_ROWS), 8 * draw.randint(1, 700)
     parts = draw.choice((1, 1, 2, 3, 4, 8))
     activation = "none" if parts > 1 else draw.choice(ACTIVATIONS)
-    n = 16 * draw.randint(1, 320) if activation == "swiglu" else draw.randint(1, 5000)
+    most = draw.choice((300, 5000, 30_000))  # less than a program per multiprocessor, up to several
+    n = 16 * draw.randint(1, most // 16) if activation == "swiglu" else draw.randint(1, most)
     x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
     x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
     given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
@@ -51,6 +54,14 @@ def test_k_is_split_until_the_gpu_is_full_but_not_into_crumbs(n, k):
     programs, tiles = parts * n // ring.BLOCK_N, k / parts / ring.BLOCK_K
     assert programs <= ring.NUM_SMS and tiles >= 3
     assert 2 * programs > ring.NUM_SMS or tiles < 8
+
+
+def test_a_program_has_a_stage_to_fill_while_it_multiplies_another():
+    """With a single stage, it would wait for ever for its second tile."""
+    for rows, programs, tiles in product((8, 16, 32, 64, 128), (1, 132, 133, 448, 2000), (1, 2, 3, 40)):
+        stages = ring.stages_of(rows, programs, tiles)
+        assert min(2, tiles) <= stages <= min(tiles, ring.MOST_STAGES)
+        assert stages * (ring.BLOCK_N + rows) * ring.BLOCK_K * 2 < SHARED_MEMORY[90]
 
 
 def test_on_a_cpu_no_product_is_by_ring():

@@ -88,8 +88,6 @@ def test_where_weights_can_be_in_a_ring_2_to_64_rows_take_it_unless_the_kernel_i
     assert ring.parts_of(8, 1024, 4100) != parts_of(8, 1024, 4100)
     assert without(64).products.parts_of is parts_of
     assert layers_for(65).products.parts_of(65, 1024, 4096) == parts_of(65, 1024, 4096)
-    small = random_model(0)  # few parameters: fused norms win
-    assert isinstance(build_layers(*VARIANTS["small_m"], small, kernels)[0](8), FewRowsLayers)
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

@@ -1,0 +1,128 @@
+"""The tuner, with planted times for the steps of a GPU: what it keeps, and who uses what it has kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rosellm.errors import OptionError
+from rosellm.roseinfer import tuning
+from rosellm.roseinfer.kernels import few_rows, linear, ring, tuned
+from rosellm.roseinfer.kernels.few_rows import few_rows_linear, few_rows_linear_ref
+from rosellm.roseinfer.kernels.linear import some_rows_linear
+from rosellm.roseinfer.kernels.table import TRITON
+from rosellm.roseinfer.kernels.tuned import Choice, Gemm
+from rosellm.roseinfer.tuning import candidates, gemms_of, tune, tune_or_load
+from tests.helpers import random_model, small_config, small_engine
+from tests.roseinfer.kernels.kernel_checks import assert_near
+
+RING = Choice(2, None)
+SIZES = {"d_model": 1024, "n_heads": 16, "d_ff": 2048, "n_layers": 1}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """An empty table of choices, on what passes for a Hopper GPU."""
+    found = {}
+    monkeypatch.setattr(tuned, "table", lambda: found)
+    monkeypatch.setattr(ring, "runs_on", lambda device, dtype: True)
+    return found
+
+
+@pytest.fixture
+def engine(table):
+    model = random_model(0, small_config(**SIZES))
+    return small_engine(model, kernels=TRITON, max_batch_size=2, num_kv_blocks=4)
+
+
+@pytest.fixture
+def planted(table, monkeypatch):
+    """Steps whose µs are 100, or what is planted for a choice in force when they were captured."""
+    times: dict = {}
+
+    def captured(self, layers, rows):
+        kind = next(k for k, v in self.worker.layers_for.variants.items() if v is layers)
+        chosen = {key: one for key, one in table.items() if key.rows == rows}
+        us = [times[it] for it in [*chosen.items(), (rows, kind)] if it in times]
+        return min(us, default=100.0)
+
+    monkeypatch.setattr(tuning, "compile_ahead", lambda runs: None)
+    monkeypatch.setattr(tuning._Steps, "captured", captured)
+    monkeypatch.setattr(tuning, "step_us", lambda us: us)
+    return times
+
+
+def test_what_makes_a_step_one_per_cent_shorter_is_kept_and_nothing_else(engine, table, planted):
+    one, two = (gemms_of(engine.model, rows) for rows in (1, 2))
+    faster, hardly = candidates(one[0])[-1], candidates(one[1])[0]
+    planted |= {(one[0], faster): 90.0, (one[1], hardly): 89.5, (two[3], candidates(two[3])[0]): 99.5}
+    found = tune(engine.step, engine.model)
+    (choice,) = found["choices"]
+    assert choice["step_us"] == {"before": [100.0] * 5, "after": [90.0] * 5}
+    assert dict(tuned.parsed(found["choices"])) == table == {one[0]: faster}
+    assert found["steps"]["1"]["after"] == [90.0] * 5 and found["steps"]["2"]["after"] == [100.0] * 5
+
+
+def test_the_library_takes_over_the_rows_for_which_it_is_faster(engine, table, planted):
+    gemm = gemms_of(engine.model, 2)[0]
+    planted |= {(gemm, candidates(gemm)[0]): 95.0, (2, "library"): 80.0}
+    (kind,) = tune(engine.step, engine.model)["choices"]  # the tuned GEMM is not used, and not recorded
+    layers_for = engine.step.worker.layers_for
+    assert kind["kind"] == "library" and layers_for(2) is layers_for.variants["library"]
+    assert layers_for(1) is layers_for.variants["few"]
+
+
+def test_a_model_is_tuned_once_for_all_processes(engine, table, planted, tmp_path, monkeypatch):
+    gemm = gemms_of(engine.model, 1)[0]
+    planted[gemm, candidates(gemm)[0]] = 90.0
+    tune_or_load(engine.step, engine.model, tmp_path)
+    first = dict(table)
+    table.clear()
+    monkeypatch.setattr(tuning, "tune", lambda *_arguments: pytest.fail("tuned again"))
+    tune_or_load(engine.step, engine.model, tmp_path)
+    assert table == first and list(first) == [gemm]
+
+
+def test_without_a_hopper_gpu_there_is_nothing_to_tune():
+    with pytest.raises(OptionError, match="Hopper"):
+        small_engine(random_model(0), tune=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_candidates_divide_k_and_fit_the_ring(seed):
+    draw = random.Random(seed)
+    activation = draw.choice(("none", "gelu", "swiglu"))
+    gemm = Gemm(1 << draw.randrange(9), 16 * draw.randint(8, 1000), 64 * draw.randint(2, 200), activation)
+    for parts, tile in candidates(gemm):
+        assert parts == 1 or activation == "none"
+        if gemm.rows == 1:
+            assert few_rows.FewRowsShape(*tile).held <= tuning.MOST_HELD
+        elif tile is None:
+            assert gemm.rows <= 128 and gemm.k >= 2 * parts * ring.BLOCK_K - ring.BLOCK_K
+        else:
+            assert gemm.k % (parts * tile[2]) == 0
+
+
+def test_a_gemm_takes_its_tuned_kernel_if_its_ranges_of_k_are_those(table, monkeypatch):
+    x, weight = torch.ones(5, 256), torch.ones(32, 256)
+    monkeypatch.setattr(ring, "ring_linear", lambda **_operands: "ring")
+    monkeypatch.setattr(ring, "is_faster", lambda *_arguments: False)
+    table[Gemm(8, 32, 256, "none")] = RING
+    assert some_rows_linear(x=x, weight=weight, parts=2) == "ring"
+    assert isinstance(some_rows_linear(x=x, weight=weight), torch.Tensor)
+    table[Gemm(8, 32, 256, "none")] = Choice(1, (16, 16, 64, 4, 2))
+    assert linear.tile_of(x, weight, "none", 1) == (16, 16, 64, 4, 2)
+    assert linear.tile_of(x, weight, "none", 2) != (16, 16, 64, 4, 2)
+
+
+def test_a_gemm_of_one_row_takes_its_tuned_tile(table, monkeypatch):
+    seen = []
+    options = few_rows._options.__wrapped__
+    monkeypatch.setattr(few_rows, "_options", lambda *given: seen.append(given[2]) or options(*given))
+    x, weight = torch.randn(1, 512).half(), torch.randn(48, 512).half()
+    table[Gemm(1, 48, 512, "none")] = Choice(1, (8, 2, 64, 2, 4, 1))
+    assert_near(few_rows_linear(x=x, weight=weight), few_rows_linear_ref(x=x, weight=weight))
+    few_rows_linear(x=x, weight=weight, shape=lambda *_sizes: few_rows.FewRowsShape(4, 1, 64, 1, 4, 1))
+    assert [cut.block_n for cut in seen] == [8, 4]
