@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -126,3 +127,11 @@ def test_a_gemm_of_one_row_takes_its_tuned_tile(table, monkeypatch):
     assert_near(few_rows_linear(x=x, weight=weight), few_rows_linear_ref(x=x, weight=weight))
     few_rows_linear(x=x, weight=weight, shape=lambda *_sizes: few_rows.FewRowsShape(4, 1, 64, 1, 4, 1))
     assert [cut.block_n for cut in seen] == [8, 4]
+
+
+def test_the_packages_choices_are_read_and_each_made_a_step_shorter(monkeypatch):
+    monkeypatch.setattr(tuned, "gpu_name", lambda: "nvidia-h200")
+    models = json.loads((tuned.FOLDER / "nvidia-h200.json").read_text())["models"]
+    choices = [choice for model in models.values() for choice in model["choices"]]
+    assert dict(tuned.parsed(choices)) == tuned.table.__wrapped__() and len(choices) > 10
+    assert all(tuning.is_shorter(choice["step_us"]) for choice in choices)

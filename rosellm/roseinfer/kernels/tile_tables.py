@@ -1,9 +1,9 @@
-"""Tile shapes as data: the fastest ones for each kernel and size on an H200; every GPU uses them.
+"""Tile shapes as data: rules for the fastest of each kernel and size on an H200, which every GPU uses.
 
-``tiles/rules.json`` holds a table for each kernel: columns, and rules of conditions and values. The first rule
-whose conditions all hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with a
-number. The shapes were chosen by timing whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
-Llama-3.1-8B.
+``tiles/rules.json`` holds a table for each kernel: columns, and rules of conditions and values. The first
+rule whose conditions all hold applies. A condition compares a size, or two of them ("n/k", "n*k", "k%256"),
+with a number. The shapes were chosen by timing whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B
+and Llama-3.1-8B. :mod:`tuned` has choices for single shapes, which come first.
 """
 
 from __future__ import annotations
