@@ -49,12 +49,22 @@ RECORDED = {
     "Qwen2.5-1.5B": "Qwen2.5-1.5B-Instruct",
     "Phi-3-mini": "Phi-3-mini-4k-instruct",
 }
-TRIALS = (
-    "half the shared memory",
-    "K in any number of ranges",
-    "five kernels a layer",
-    "8 gate rows beside 8 up rows",
-)
+TRIALS = {
+    "ring_trials": (
+        "half the shared memory",
+        "K in any number of ranges",
+        "five kernels a layer",
+        "8 gate rows beside 8 up rows",
+        "q, k and v by the ring, K whole",
+        "q, k and v in twice as many ranges",
+        "q, k and v in ranges of K",
+    ),
+    "attention_trials": (
+        "the last program combines the pieces",
+        "each row in two pieces, which the last program combines",
+        "tiles of 64 tokens in four warps",
+    ),
+}
 Claims = list[tuple[float, str]]
 
 
@@ -144,15 +154,16 @@ def rows_table(text: str) -> Claims:
     return claims
 
 
-def ring_trials(text: str) -> Claims:
-    """The least and the greatest multiple of a step of each form of ``ring.py`` that was tried."""
+def trials(text: str) -> Claims:
+    """The least and the greatest multiple of a step of each form of GEMMs and attention that was tried."""
     claims: Claims = []
-    told = re.findall(r"([\d.]+) to\s+([\d.]+)[;.]", text[text.index("ring_trials.json") :])
-    trials = H200.figures("ring_trials")
-    for name, said in zip(TRIALS, told, strict=True):
-        steps = [one for model in trials[name].values() for one in model.values()]
-        found = [median(one.pop(name)) / median(*one.values()) for one in map(dict, steps)]
-        claims += zip((min(found), max(found)), said, strict=True)
+    for record, names in TRIALS.items():
+        (item,) = (one for one in text.split("\n- ") if f"{record}.json" in one)
+        figures = H200.figures(record)
+        for name, said in zip(names, re.findall(r"([\d.]+) to\s+([\d.]+)[;.]", item), strict=True):
+            steps = [one for model in figures[name].values() for one in model.values()]
+            found = [median(one.pop(name)) / median(*one.values()) for one in map(dict, steps)]
+            claims += zip((min(found), max(found)), said, strict=True)
     return claims
 
 
@@ -171,7 +182,7 @@ CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
         *(floor_speed, steps_table, rows_table, prompts_table),
-        *(single_streams, recorded_streams, ring_trials),
+        *(single_streams, recorded_streams, trials),
     ),
 }
 PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in CHECKS}
