@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rosellm.atomic import write_text
-from rosellm.errors import OptionError
+from rosellm.errors import OptionError, describe
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels import ring, tuned
@@ -48,22 +48,31 @@ def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -
     """Tune a model as :func:`tune` does, or read the choices that an earlier process has written.
 
     folder: where the choices are; None for ``rosellm/tiles`` in the user's cache folder.
+
+    Raises ``OptionError`` as :func:`tune` does, or if the file cannot be read.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    worker = _worker_of(step)
     path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    shapes = " ".join(f"{g.n}x{g.k}" for g in gemms_of(model, 1))
-    name = f"{shapes}, {worker.n_rows} rows, {_versions()}"
+    shapes = " ".join(f"{gemm.n}x{gemm.k}" for gemm in gemms_of(model, 1))
+    versions = " ".join(f"{name} {version(name)}" for name in ("rosellm", "torch", "triton"))
+    name = f"{shapes}, {_worker_of(step).n_rows} rows, {versions}"
+    known = _read(path)
     if name not in known:
         known[name] = tune(step, model)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(known, indent=1))
     tuned.table().update(tuned.parsed(known[name]["choices"]))
 
 
-def _versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("rosellm", "torch", "triton"))
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file of choices, {} if there is none, and make its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for one in known.values():
+            list(tuned.parsed(one["choices"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise OptionError(f"cannot read tuned choices from {path}: {describe(error)}") from error
+    return known
 
 
 @torch.inference_mode()
@@ -89,7 +98,7 @@ def tune(step: object, model: Transformer) -> dict[str, Any]:
         before = steps.captured(layers_for(rows), rows)
         found = _tuned_gemms(steps, layers_for, gemms_of(model, rows))
         kind = _tuned_kind(steps, layers_for, rows) if rows > 1 else None
-        if layers_for(rows) is layers_of(layers_for, rows):
+        if layers_for(rows) is layers_of(layers_for, rows):  # otherwise these GEMMs are not used
             choices += found
         choices += [kind] if kind else []
         turns[str(rows)] = in_turns(before, steps.captured(layers_for(rows), rows))

@@ -86,6 +86,16 @@ def test_a_model_is_tuned_once_for_all_processes(engine, table, planted, tmp_pat
     assert table == first and list(first) == [gemm]
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"%s": {}}'])
+def test_a_file_that_does_not_hold_choices_is_named(text, engine, planted, tmp_path):
+    tune_or_load(engine.step, engine.model, tmp_path)
+    (path,) = tmp_path.iterdir()
+    (name,) = json.loads(path.read_text())
+    path.write_text(text.replace("%s", name))
+    with pytest.raises(OptionError, match=f"cannot read tuned choices from {path}"):
+        tune_or_load(engine.step, engine.model, tmp_path)
+
+
 def test_without_a_hopper_gpu_there_is_nothing_to_tune():
     with pytest.raises(OptionError, match="Hopper"):
         small_engine(random_model(0), tune=True)
