@@ -29,25 +29,23 @@ class StagingBuffer:
         self.waits = 0
         self._pin = device.type == "cuda"
         self._new_event = torch.cuda.Event if self._pin else None  # copies on a CPU are synchronous
-        self._taken = torch.empty(
-            0, dtype=dtype, device="cpu"
-        )  # the buffer being written, and the event of its copies
-        self._copied: torch.cuda.Event | None = None
+        self._taken = torch.empty(0, dtype=dtype, device="cpu")  # the buffer being written
+        self._array = self._taken.numpy()  # the same memory; to make this array takes several operators
+        self._copied: torch.cuda.Event | None = None  # the event of the buffer's copies
         self._capacity = 0
-        self._shape: tuple[int, ...] = (0,)
-        self._given: np.ndarray | None = None
-        self._sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # oldest first
+        self._given = self._array  # the latest array from host()
+        self._sent: deque[tuple[Tensor, np.ndarray, torch.cuda.Event]] = deque()  # oldest first
 
     def host(self, *shape: int) -> np.ndarray:
         """Return a writable, contiguous host array of this shape with undefined contents."""
         size = math.prod(shape)
         if self._new_event is not None:
-            self._taken, self._copied = self._free_buffer(self._new_event)
-        if size > self._taken.numel():
+            self._taken, self._array, self._copied = self._free_buffer(self._new_event)
+        if size > len(self._array):
             self._capacity = max(self._capacity, 2 * size)
             self._taken = torch.empty(self._capacity, dtype=self.dtype, device="cpu", pin_memory=self._pin)
-        self._shape = shape
-        self._given = self._taken[:size].view(shape).numpy()
+            self._array = self._taken.numpy()
+        self._given = self._array[:size].reshape(shape)
         return self._given
 
     def put(self, array: np.ndarray) -> StagingBuffer:
@@ -58,21 +56,23 @@ class StagingBuffer:
 
     def send(self, out: Tensor | None = None) -> Tensor:
         """Copy the staged array to the device, to the front of ``out`` if given; return the device tensor."""
-        source = self._taken[: math.prod(self._shape)]
-        target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
+        source = self._taken[: self._given.size]
+        target = torch.empty_like(source, device=self.device) if out is None else out[: self._given.size]
         target.copy_(source, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-            self._sent.append((self._taken, self._copied))
-        return target.view(self._shape)
+            self._sent.append((self._taken, self._array, self._copied))
+        return target.view(self._given.shape)
 
-    def _free_buffer(self, new_event: Callable[[], torch.cuda.Event]) -> tuple[Tensor, torch.cuda.Event]:
+    def _free_buffer(
+        self, new_event: Callable[[], torch.cuda.Event]
+    ) -> tuple[Tensor, np.ndarray, torch.cuda.Event]:
         """Return the oldest buffer if its copy has ended or ``MOST_BUFFERS`` are in use, else a new one."""
-        if self._sent and self._sent[0][1].query():
+        if self._sent and self._sent[0][-1].query():
             return self._sent.popleft()
         if len(self._sent) < MOST_BUFFERS:
-            return torch.empty(0, dtype=self.dtype), new_event()
-        buffer, event = self._sent.popleft()
+            none = torch.empty(0, dtype=self.dtype, device="cpu")
+            return none, none.numpy(), new_event()
         self.waits += 1
-        event.synchronize()
-        return buffer, event
+        self._sent[0][-1].synchronize()
+        return self._sent.popleft()
