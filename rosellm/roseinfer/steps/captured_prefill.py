@@ -11,7 +11,6 @@ prefix (``prefill_tiles``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -89,6 +88,7 @@ class PromptBuffer:
         self.packed, self.layout = packed, layout
         device = packed.state.rows.device
         self.words = torch.zeros(layout.largest.words, dtype=torch.int32, device=device)
+        self._parts: dict[tuple[int, int], Tensor] = {}  # of ``words``, by number of tokens and places
 
     def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
         """Return the inputs of the layers, which have the same addresses for every number of places.
@@ -97,7 +97,7 @@ class PromptBuffer:
         tiling: which attention programs are launched.
         """
         inputs = self._inputs(self.layout.shape(tokens, self.layout.most_places))
-        return replace(inputs, columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
+        return inputs._replace(columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
         """Return the inputs for choosing first tokens, with the same addresses for every number of tokens."""
@@ -105,7 +105,10 @@ class PromptBuffer:
 
     def send(self, words: np.ndarray, tokens: int, places: int) -> None:
         """Copy the inputs ``words`` of a prefill with this many tokens and places to the device."""
-        self.packed.send(words, self.words[self.layout.span(self.layout.shape(tokens, places))])
+        size = tokens, places
+        if size not in self._parts:
+            self._parts[size] = self.words[self.layout.span(self.layout.shape(*size))]
+        self.packed.send(words, self._parts[size])
 
     def send_inert(self, tokens: int, places: int) -> None:
         """Send padding only, so that a prefill writes nothing but the state's spare row."""

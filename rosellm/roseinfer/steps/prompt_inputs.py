@@ -144,8 +144,7 @@ def _most_tiles(tokens: int, prompts: int) -> int:
     return min(tokens, prompts + tokens // BLOCK_M)
 
 
-@dataclass(frozen=True)
-class PromptInputs(Generic[A]):
+class PromptInputs(NamedTuple, Generic[A]):
     """The inputs of a packed prefill, as views of consecutive parts of one int32 buffer.
 
     A place is one sequence of the batch, or padding. Per place:
@@ -191,31 +190,26 @@ def fill_inputs(
     fields: np.ndarray,
     spare: int,
 ) -> None:
-    """Fill every part of ``inputs``, including the padding.
+    """Fill every part of ``inputs``, all zero so far, including the padding.
 
     columns: the result of ``prefill_tiles.tile_columns``.
     slots, fields: int64 ``[n]`` and int32 ``[n, FIELDS]``: indices and fields of the state rows of the n
         sequences that the chunks complete.
     spare: the state row of padding, and of sequences whose prompts are not complete.
     """
-    _fill_tokens(inputs, chunks)
+    sequences, starts, counts, n_whole = chunks
     inputs.columns[:, : columns.shape[1]] = columns
-    inputs.columns[:, columns.shape[1] :] = 0
-    n = chunks.n_whole
-    inputs.last[:n] = np.array(chunks.counts[:n], np.int64).cumsum() - 1
-    inputs.slots[:n], inputs.rows[:n, :FIELDS] = slots, fields
-    inputs.last[n:], inputs.slots[n:], inputs.rows[n:, :FIELDS] = 0, spare, 0
-    inputs.rows[n:, POSITION] = INERT
-    write_tables(inputs.rows[:, FIELDS:], chunks.sequences)
-
-
-def _fill_tokens(inputs: PromptInputs[np.ndarray], chunks: Chunks) -> None:
-    sequences, starts, counts, _ = chunks
-    n, added = sum(counts), np.array(counts, np.int64)
+    added = np.array(counts, np.int64)
+    ends = added.cumsum()
+    inputs.last[:n_whole] = ends[:n_whole] - 1
+    inputs.slots[:n_whole], inputs.slots[n_whole:] = slots, spare
+    inputs.rows[:n_whole, :FIELDS] = fields
+    inputs.rows[n_whole:, POSITION] = INERT
+    write_tables(inputs.rows[:, FIELDS:], sequences)
     ids: list[int] = []
     for sequence, start, count in zip(sequences, starts, counts, strict=True):
         ids += sequence.tokens[start : start + count]
-    inputs.ids[:n], inputs.ids[n:] = ids, 0
-    shift = np.array(starts, np.int64) - added.cumsum() + added  # from packed row to position
-    inputs.positions[:n] = np.arange(n) + shift.repeat(added)
-    inputs.positions[n:] = INERT
+    inputs.ids[: len(ids)] = ids
+    shift = np.array(starts, np.int64) - ends + added  # from packed row to position
+    inputs.positions[: len(ids)] = np.arange(len(ids)) + shift.repeat(added)
+    inputs.positions[len(ids) :] = INERT
