@@ -148,16 +148,16 @@ class Planner:
         changing nothing, if too few rows are free.
         """
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
-        indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
-        self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
-        self.position[indices] = positions
-        self.reserved[indices] = [self.blocks.tokens_reserved(s.block_ids) for s in sequences]
-        self._left_behind.difference_update(indices.tolist())
+        indices = [self._take(sequence).index for sequence in sequences]
+        for index, sequence, position in zip(indices, sequences, positions, strict=True):
+            self.left[index], self.position[index] = sequence.max_length - position - 1, position
+            self.reserved[index] = self.blocks.tokens_reserved(sequence.block_ids)
+        self._left_behind.difference_update(indices)
         self._running = None
-        rounds = self.round[indices].tolist()
+        rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
-        return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
+        return np.array(indices, np.int64), np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def free(self, row: Row) -> None:
         """Free the row of an ended sequence on the host; the device has already made the row inert."""
