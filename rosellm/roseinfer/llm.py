@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from itertools import accumulate, chain, count, islice
+from itertools import accumulate, chain, islice
 from random import Random
 from threading import Lock
 from time import perf_counter
@@ -368,17 +368,16 @@ class LLM:
 
         If all prompts are too long, raises the first one's error.
         """
-        errors: dict[int, LongPromptError] = {}
 
-        def check(index: int, prompt: list[int], own: SamplingParams) -> None:
-            single = own.each()[0]
+        def error_of(prompt: list[int], own: SamplingParams) -> LongPromptError | None:
             try:
-                self.served.limits.check(prompt, single)
+                self.served.limits.check(prompt, own.each()[0])
             except LongPromptError as error:
-                errors[index] = error
+                return error
+            return None
 
-        numbered = count()
-        each_made(lambda prompt, own: check(next(numbered), prompt, own), ids, params)
+        found = enumerate(each_made(error_of, ids, params))
+        errors = {index: error for index, error in found if error is not None}
         if errors and len(errors) == len(ids):
             raise errors[0]
         for index, error in errors.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypedDict, TypeVar, cast
 
 from rosellm.errors import PromptError, SamplingError, describe
@@ -84,9 +83,7 @@ def each_encoded(
     try:
         return encode_many(prompts)
     except PromptError:
-        for index, prompt in enumerate(prompts):
-            with _numbered(index, len(prompts)):
-                encode_many([prompt])
+        _each_numbered(lambda prompt: encode_many([prompt]), [(prompt,) for prompt in prompts])
         raise
 
 
@@ -101,22 +98,23 @@ def each_made(
 
     If there are several prompts, a ``PromptError`` names the index of the invalid prompt.
     """
+    return _each_numbered(make, list(zip(prompts, one_each(params, len(prompts)), strict=True)))
+
+
+def _each_numbered(make: Callable[..., T], given: list[tuple[Any, ...]]) -> list[T]:
+    """Call ``make`` on the arguments of each prompt.
+
+    If there are several prompts, a ``PromptError`` names the index of the invalid prompt.
+    """
     made = []
-    for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
-        with _numbered(index, len(prompts)):
-            made.append(make(prompt, own))
+    for index, arguments in enumerate(given):
+        try:
+            made.append(make(*arguments))
+        except PromptError as error:
+            if len(given) == 1:
+                raise
+            raise PromptError(f"prompt {index}: {error}") from error
     return made
-
-
-@contextmanager
-def _numbered(index: int, n_prompts: int) -> Iterator[None]:
-    """Add the prompt's index to any ``PromptError`` raised in the block, if there are several prompts."""
-    try:
-        yield
-    except PromptError as error:
-        if n_prompts == 1:
-            raise
-        raise PromptError(f"prompt {index}: {error}") from error
 
 
 def _unwrapped(prompt: Any) -> Any:
@@ -140,7 +138,8 @@ def _as_list(items: Any) -> list | None:
     items = _as_python(items)
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
         return None
-    return [_as_python(item) for item in items]
+    items = list(items)
+    return items if set(map(type, items)) == {int} else [_as_python(item) for item in items]
 
 
 def _as_python(item: Any) -> Any:
