@@ -100,14 +100,18 @@ class Worker:
         self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
         self._prompt_hidden: Tensor | None = None  # of all tokens of the latest prefill, if kept
+        self._inference = torch.inference_mode()  # made once: to make one takes longer than to enter it
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run the method ``name``; ranks exchange its arguments, which are numbers, strings and arrays."""
-        return getattr(self, name)(*arguments)
+        """Run the method ``name`` in inference mode; such calls are not nested.
+
+        Ranks exchange the arguments, which are numbers, strings and arrays.
+        """
+        with self._inference:
+            return getattr(self, name)(*arguments)
 
     # Called by name, on every rank.
 
-    @torch.inference_mode()
     def write_rows(self, words: np.ndarray, n_fields: int) -> None:
         """Write block tables, and fields unless ``n_fields`` is 0, to rows of the state.
 
@@ -118,12 +122,10 @@ class Worker:
         columns = self.state.rows[:, FIELDS - n_fields : FIELDS - n_fields + words.shape[1] - 1]
         columns.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
 
-    @torch.inference_mode()
     def deactivate_rows(self, indices: np.ndarray) -> None:
         """Make state rows ``indices [n]`` inert."""
         self.state.positions.index_fill_(0, self._staging.put(indices).send().long(), INERT)
 
-    @torch.inference_mode()
     def move_rows(self, indices: np.ndarray) -> None:
         """Copy state rows ``indices[0]`` to rows ``indices[1]``, and make the source rows inert.
 
@@ -135,7 +137,6 @@ class Worker:
         self.state.rounds[target] = rounds
         self.state.positions.index_fill_(0, source, INERT)
 
-    @torch.inference_mode()
     def write_counts(self, words: np.ndarray, n: int) -> None:
         """Write to rows of ``counts``.
 
@@ -148,17 +149,14 @@ class Worker:
             self.counts[sent[:n].long()] = sent[n : 2 * n, None]
         self.counts[place.long(), token.long()] = number
 
-    @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Copy the keys and values of block ``source`` to block ``target``, in every layer."""
         self.blocks.copy_block(source, target)
 
-    @torch.inference_mode()
     def decode(self, rows: int, mode: str, variant: str) -> None:
         """Advance the first ``rows`` state rows by one token; ``rows`` is a captured batch size."""
         self.hidden = self.step(rows, mode, variant)()
 
-    @torch.inference_mode()
     def prefill(self, words: np.ndarray, shape: Shape, mode: str | None, keep: bool) -> None:
         """Cache packed prompts and choose their first tokens, kernel by kernel.
 
@@ -168,7 +166,6 @@ class Worker:
         """
         self._note(*self.prompts.run(words, shape, mode), keep)
 
-    @torch.inference_mode()
     def captured_prefill(
         self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None, keep: bool
     ) -> None:
@@ -182,7 +179,6 @@ class Worker:
         assert isinstance(self.prompts, CapturedPrefill)
         self._note(*self.prompts.replay(words, tokens, tiling, places, mode), keep)
 
-    @torch.inference_mode()
     def prompt_logprobs(self, rows: np.ndarray, tokens: np.ndarray, wanted: int) -> np.ndarray:
         """Return ``likely_tokens`` of prompt tokens ``[n, W]``, after waiting for the prefill.
 
@@ -193,19 +189,16 @@ class Worker:
         given = self._prompt_hidden, rows, tokens, wanted
         return likely_prompt_tokens(self.next_tokens.chooser.logits, self.logprobs.store, *given)
 
-    @torch.inference_mode()
     def find_logprobs(self, asking: np.ndarray) -> None:
         """Start computing logprobs of the latest step's tokens, as ``LogprobRing.begin`` does."""
         assert self.hidden is not None
         self.logprobs.begin(self.hidden, asking)
 
-    @torch.inference_mode()
     def logits(self, rows: np.ndarray) -> Tensor:
         """Recompute and return the logits ``[n, V]`` of rows ``rows [n]`` of ``hidden``."""
         assert self.hidden is not None
         return self.next_tokens.chooser.logits(self.hidden[torch.from_numpy(rows).to(self.device)])
 
-    @torch.inference_mode()
     def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Compile the kernels and capture the graphs on this rank, as :func:`step.warm_up` does."""
         warm_up(self, rows, n_tokens, is_compiled, self.device)
