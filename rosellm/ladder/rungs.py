@@ -196,7 +196,7 @@ class ReusedIndexBuffers(MutableBlockInfo):
         self.index_staging[dtype].host(*values.shape)[:] = values
         if values.size > self.index_buffers[dtype].numel():
             self.index_buffers[dtype] = self.index_buffers[dtype].new_empty(2 * values.size)
-        return list(self.index_staging[dtype].send(self.index_buffers[dtype]))
+        return list(self.index_staging[dtype].send(self.index_buffers[dtype][: values.size]))
 
 
 class ResidentTables(ReusedIndexBuffers):

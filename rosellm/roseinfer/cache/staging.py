@@ -55,9 +55,9 @@ class StagingBuffer:
         return self
 
     def send(self, out: Tensor | None = None) -> Tensor:
-        """Copy the staged array to the device, to the front of ``out`` if given; return the device tensor."""
+        """Copy the staged array to the device, into ``out [n]`` if given; return the device tensor."""
         source = self._taken[: self._given.size]
-        target = torch.empty_like(source, device=self.device) if out is None else out[: self._given.size]
+        target = torch.empty_like(source, device=self.device) if out is None else out
         target.copy_(source, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

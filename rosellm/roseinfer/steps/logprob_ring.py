@@ -99,7 +99,7 @@ class LogprobRing:
         host, n = self._staging.host(3, size), asking.shape[1]
         host[:, :n] = asking
         host[:, n:] = [[0], [-1], [0]]
-        self._staging.send(self._inputs)
+        self._staging.send(self._inputs[: 3 * size])
         self._sent = asking
 
     def _find_inert(self, size: int) -> None:
