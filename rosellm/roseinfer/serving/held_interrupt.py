@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
+from typing import ClassVar
 
 
 class HeldInterrupt:
@@ -15,6 +16,7 @@ class HeldInterrupt:
     A second SIGINT raises ``KeyboardInterrupt`` at once.
     """
 
+    installed: ClassVar[HeldInterrupt | None] = None  # to ask ``signal`` for it takes longer
     is_held = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -36,15 +38,16 @@ def held_interrupt() -> Iterator[Callable[[], None]]:
     Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``. In a
     nested context, the yielded function is that of the outer one.
     """
-    before = signal.getsignal(signal.SIGINT)
-    is_main = current_thread() is main_thread()
-    if not is_main or before is not signal.default_int_handler:
-        yield before.let_through if is_main and isinstance(before, HeldInterrupt) else lambda: None
+    outer, is_main = HeldInterrupt.installed, current_thread() is main_thread()
+    if not is_main or outer or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield outer.let_through if is_main and outer else lambda: None
         return
     held = HeldInterrupt()
     signal.signal(signal.SIGINT, held)
     try:
+        HeldInterrupt.installed = held
         yield held.let_through
     finally:
-        signal.signal(signal.SIGINT, before)
+        HeldInterrupt.installed = None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     held.let_through()
