@@ -26,6 +26,7 @@ from rosellm.roseinfer.steps.prompt_inputs import (
     PromptInputs,
     Shape,
     fill_inputs,
+    new_inputs,
 )
 
 
@@ -83,8 +84,9 @@ class PackedPrefill:
 
     def inert(self, shape: Shape) -> np.ndarray:
         """Return inputs ``[shape.words]`` with which a prefill writes nothing but the spare state row."""
-        words, columns = np.zeros(shape.words, np.int32), tile_columns([], [], None, BLOCK_M)
-        fill_inputs(PromptInputs.of(words, shape), NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
+        words, inputs = new_inputs(shape)
+        columns = tile_columns([], [], None, BLOCK_M)
+        fill_inputs(inputs, NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
         return words
 
     def send(self, words: np.ndarray, out: Tensor | None = None) -> Tensor:

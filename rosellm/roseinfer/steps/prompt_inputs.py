@@ -182,6 +182,12 @@ class PromptInputs(NamedTuple, Generic[A]):
         return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
 
 
+def new_inputs(shape: Shape) -> tuple[np.ndarray, PromptInputs[np.ndarray]]:
+    """Return a buffer of zeros ``[shape.words]`` and its inputs."""
+    words = np.zeros(shape.words, np.int32)
+    return words, PromptInputs.of(words, shape)
+
+
 def fill_inputs(
     inputs: PromptInputs[np.ndarray],
     chunks: Chunks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
-from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs
+from rosellm.roseinfer.steps.prompt_inputs import Chunks, Shape, fill_inputs, new_inputs
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -43,6 +44,7 @@ class PackedPrompts:
         self.n_heads, self.window = config.n_heads, config.window
         self.row_words, self.spare = worker.prompts.row_words, worker.prompts.spare
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
+        self._inputs = lru_cache(32)(new_inputs)  # not shared: other engines may run in other threads
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
         """Reserve slots and cache the chunks, by CUDA graphs unless the prefill is too large for them."""
@@ -87,11 +89,14 @@ class PackedPrompts:
         """Assign rows to the completed prompts; return all inputs of the prefill, ``[shape.words]`` int32.
 
         columns: the result of ``tile_columns``.
+
+        A later call may overwrite the result.
         """
         whole = chunks.whole
         slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
-        words = np.zeros(shape.words, np.int32)
-        fill_inputs(PromptInputs.of(words, shape), chunks, columns, slots, fields, self.spare)
+        words, inputs = self._inputs(shape)
+        words.fill(0)
+        fill_inputs(inputs, chunks, columns, slots, fields, self.spare)
         return words
 
     def _run(self, chunks: Chunks) -> None:
