@@ -15,19 +15,11 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.choosers import NextTokens
 from rosellm.roseinfer.layers.fused import Layers
-from rosellm.roseinfer.steps.prompt_inputs import (
-    NO_CHUNKS,
-    NO_FIELDS,
-    NO_SLOTS,
-    PromptInputs,
-    Shape,
-    fill_inputs,
-    new_inputs,
-)
+from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape, inert_words
 
 
 class PackedPrefill:
@@ -84,10 +76,7 @@ class PackedPrefill:
 
     def inert(self, shape: Shape) -> np.ndarray:
         """Return inputs ``[shape.words]`` with which a prefill writes nothing but the spare state row."""
-        words, inputs = new_inputs(shape)
-        columns = tile_columns([], [], None, BLOCK_M)
-        fill_inputs(inputs, NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
-        return words
+        return inert_words(shape, self.spare)
 
     def send(self, words: np.ndarray, out: Tensor | None = None) -> Tensor:
         """Copy the inputs to the device in one copy, into ``out`` if given; return the device tensor."""

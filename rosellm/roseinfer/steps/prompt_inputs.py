@@ -53,10 +53,6 @@ class Chunks(NamedTuple):
         return self.sequences[: self.n_whole]
 
 
-NO_CHUNKS = Chunks([], [], [], 0)
-NO_SLOTS, NO_FIELDS = np.zeros(0, np.int64), np.zeros((0, FIELDS), np.int32)
-
-
 class Shape(NamedTuple):
     """The sizes of a prefill's inputs.
 
@@ -182,10 +178,12 @@ class PromptInputs(NamedTuple, Generic[A]):
         return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
 
 
-def new_inputs(shape: Shape) -> tuple[np.ndarray, PromptInputs[np.ndarray]]:
-    """Return a buffer of zeros ``[shape.words]`` and its inputs."""
+def inert_words(shape: Shape, spare: int) -> np.ndarray:
+    """Return inputs ``[shape.words]`` int32 that are all padding; ``spare`` is its state row."""
     words = np.zeros(shape.words, np.int32)
-    return words, PromptInputs.of(words, shape)
+    inputs = PromptInputs.of(words, shape)
+    inputs.slots[:], inputs.rows[:, POSITION], inputs.positions[:] = spare, INERT, INERT
+    return words
 
 
 def fill_inputs(
@@ -194,23 +192,19 @@ def fill_inputs(
     columns: np.ndarray,
     slots: np.ndarray,
     fields: np.ndarray,
-    spare: int,
 ) -> None:
-    """Fill every part of ``inputs``, all zero so far, including the padding.
+    """Write the chunks to ``inputs``, which consist of padding so far.
 
     columns: the result of ``prefill_tiles.tile_columns``.
     slots, fields: int64 ``[n]`` and int32 ``[n, FIELDS]``: indices and fields of the state rows of the n
-        sequences that the chunks complete.
-    spare: the state row of padding, and of sequences whose prompts are not complete.
+        sequences that the chunks complete; the places of other sequences stay padding.
     """
     sequences, starts, counts, n_whole = chunks
     inputs.columns[:, : columns.shape[1]] = columns
     added = np.array(counts, np.int64)
     ends = added.cumsum()
     inputs.last[:n_whole] = ends[:n_whole] - 1
-    inputs.slots[:n_whole], inputs.slots[n_whole:] = slots, spare
-    inputs.rows[:n_whole, :FIELDS] = fields
-    inputs.rows[n_whole:, POSITION] = INERT
+    inputs.slots[:n_whole], inputs.rows[:n_whole, :FIELDS] = slots, fields
     write_tables(inputs.rows[:, FIELDS:], sequences)
     ids: list[int] = []
     for sequence, start, count in zip(sequences, starts, counts, strict=True):
@@ -218,4 +212,3 @@ def fill_inputs(
     inputs.ids[: len(ids)] = ids
     shift = np.array(starts, np.int64) - ends + added  # from packed row to position
     inputs.positions[: len(ids)] = np.arange(len(ids)) + shift.repeat(added)
-    inputs.positions[len(ids) :] = INERT

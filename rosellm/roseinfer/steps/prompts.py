@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
-from rosellm.roseinfer.steps.prompt_inputs import Chunks, Shape, fill_inputs, new_inputs
+from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs, inert_words
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -42,9 +42,9 @@ class PackedPrompts:
     def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
         self.planner, self.worker, self._call = planner, worker, call
         self.n_heads, self.window = config.n_heads, config.window
-        self.row_words, self.spare = worker.prompts.row_words, worker.prompts.spare
+        self.row_words = worker.prompts.row_words
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
-        self._inputs = lru_cache(32)(new_inputs)  # not shared: other engines may run in other threads
+        self._arrays = lru_cache(32)(partial(_arrays_of, worker.prompts.spare))
 
     def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
         """Reserve slots and cache the chunks, by CUDA graphs unless the prefill is too large for them."""
@@ -94,9 +94,9 @@ class PackedPrompts:
         """
         whole = chunks.whole
         slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
-        words, inputs = self._inputs(shape)
-        words.fill(0)
-        fill_inputs(inputs, chunks, columns, slots, fields, self.spare)
+        words, inputs, padding = self._arrays(shape)
+        words[:] = padding
+        fill_inputs(inputs, chunks, columns, slots, fields)
         return words
 
     def _run(self, chunks: Chunks) -> None:
@@ -114,6 +114,12 @@ class PackedPrompts:
         columns = tile_columns(chunks.starts, chunks.counts, layout.table_rows(places)[:n], BLOCK_M, pieces)
         words = self.filled(chunks, columns, layout.shape(tokens, places))
         self._call("captured_prefill", words, tokens, tiling, places, mode, _keeps(chunks))
+
+
+def _arrays_of(spare: int, shape: Shape) -> tuple[np.ndarray, PromptInputs[np.ndarray], np.ndarray]:
+    """Return a buffer for the inputs of a prefill, its parts, and the padding with which to begin."""
+    words = np.zeros(shape.words, np.int32)
+    return words, PromptInputs.of(words, shape), inert_words(shape, spare)
 
 
 def _keeps(chunks: Chunks) -> bool:
