@@ -165,7 +165,8 @@ class WaitingQueue(deque[Sequence]):
 
     def _remove(self, admitted: list[Sequence]) -> None:
         """Remove requests that are near the front; the rest keep their places in the queue."""
-        gone, kept = set(admitted), list[Sequence]()
+        gone = set(admitted)
+        kept: list[Sequence] = []
         while gone:
             request = self.popleft()
             if request in gone:
