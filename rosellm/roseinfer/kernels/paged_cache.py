@@ -67,7 +67,7 @@ class AttentionShape(NamedTuple):
     D: int
     D_PADDED: int
     BLOCK_SIZE: int
-    PARTS: int
+    PARTS: int = 1
 
 
 class Rows(NamedTuple):
