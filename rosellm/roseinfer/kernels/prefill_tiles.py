@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -114,6 +115,7 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
     return columns
 
 
+@lru_cache(1024)
 def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndarray:
     """Return :func:`tile_columns` of one sequence, in less time.
 
@@ -125,6 +127,7 @@ def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndar
     np.minimum(count - before, tile_size, out=columns[1])
     np.add(before, start, out=columns[2])
     columns[3:] = np.array(((0,), (start,), (row,), (0,), (1,)), np.int32)
+    columns.flags.writeable = False
     return columns
 
 
