@@ -144,6 +144,7 @@ def rows_table(text: str) -> Claims:
     records = H200.by_model("steps_by_rows")
     assert {one["environment"]["device_name"] for one in records.values()} == {"NVIDIA H200"}
     for model, _, *cells in rows(text, "rows"):
+        model = model.removesuffix(" †")
         figures = records[RECORDED.get(model, model)]["figures"]
         us = {int(n): one["median_us"] for n, one in figures.items()}
         assert us == {int(n): median(one["turns_us"]) for n, one in figures.items()}
@@ -151,6 +152,32 @@ def rows_table(text: str) -> Claims:
         claims += zip(
             [us[1], *multiples, *(figures[n]["read_TB_s"] for n in ("1", "16", "64"))], cells, strict=True
         )
+    return claims
+
+
+def tuned_table(text: str) -> Claims:
+    """Steps of models by rules, at most 10% longer than after tuning."""
+    claims: Claims = []
+    models = H200.load("tuned_others")["models"]
+    shown = iter(rows(text, "tuned"))
+    for name, by_rules, after in zip(models, shown, shown, strict=True):
+        assert by_rules[0] == name
+        turns = models[name]["steps"].values()
+        us = {when: [median(one[when]) for one in turns] for when in ("before", "after")}
+        assert all(before <= 1.1 * tuned for before, tuned in zip(*us.values(), strict=True))
+        claims += zip([*us["before"], *us["after"]], [*by_rules[2:], *after[2:]], strict=True)
+    return claims
+
+
+def whole_runs(text: str) -> Claims:
+    """New tokens per second; of prompts alone, prompt tokens per second."""
+    claims: Claims = []
+    figures = H200.figures("whole_runs")
+    runs = [(model, one) for model, each in figures.items() for one in each.values()]
+    for (model, run), (name, size, speed) in zip(runs, rows(text, "whole"), strict=True):
+        n, new, prompt = (run[key] for key in ("requests", "new_tokens", "prompt_tokens"))
+        assert (RECORDED.get(name, name), size) == (model, f"{n} × {new} after {prompt:,}")
+        claims.append((n * (prompt if new == 1 else new) / median(run["seconds"]), speed))
     return claims
 
 
@@ -181,7 +208,7 @@ def prompts_table(text: str) -> Claims:
 CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
-        *(floor_speed, steps_table, rows_table, prompts_table),
+        *(floor_speed, steps_table, rows_table, tuned_table, whole_runs, prompts_table),
         *(single_streams, recorded_streams, trials),
     ),
 }
