@@ -9,9 +9,11 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rosellm.bench.options import add_device_options, add_record_option, count
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
+from rosellm.errors import RoseError, describe
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
@@ -32,8 +34,10 @@ def add_to(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> None:
     """Tune, print each number of rows before and after, and write or extend the record if asked for."""
+    runs = {}
     if given.json:
         check_writable(given.json)
+        runs = _models_in(given.json)
     source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
     sizes = {"max_batch_size": given.max_batch_size, "max_model_len": 2 * CONTEXT, "warm_up": False}
     engine = Engine.load(given.model, **source, **sizes)
@@ -43,6 +47,13 @@ def run(given: Namespace) -> None:
         print(f"{rows:>4} rows {before:10.1f} µs before, {after:10.1f} µs after: {after / before:.3f} ×")
     if given.json:
         model = Path(given.model).name
-        runs = json.loads(given.json.read_text(encoding="utf-8"))["models"] if given.json.exists() else {}
         runs |= {model: {**found, "load_format": given.load_format, "engine": engine_facts(engine)}}
         write_record(given.json, new_record("tuned", engine.device, models=runs))
+
+
+def _models_in(path: Path) -> dict[str, Any]:
+    """Return the models of an earlier record, {} if there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["models"]) if path.exists() else {}
+    except (ValueError, LookupError, TypeError) as error:
+        raise RoseError(f"{path} is no record of tuned models: {describe(error)}") from error

@@ -38,7 +38,7 @@ from rosellm.triton_or_none import cdiv, triton
 CONTEXT, REPLAYS, TURNS, SHORTER = 64, 8, 5, 0.99
 SIZES = [size << i for i in range(6) for size in (512, 768)]  # n and k whose tiles are candidates
 MOST_HELD = 16  # chunks of a weight in registers
-REQUIRED = "tuning needs one Hopper GPU, a 16-bit dtype, and the rung small_gemm or a later one"
+REQUIRED = "tuning needs one Hopper GPU, 16 bits, the rung small_gemm or later, and deterministic=False"
 
 Turns = dict[str, list[float]]  # µs per step in each turn, "before" and "after"
 Found = list[dict[str, Any]]
