@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -29,7 +30,7 @@ from rosellm.roseinfer.kernels import ring, tuned
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, FewRowsShape, filled
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.roseinfer.kernels.tuned import Choice, Gemm
+from rosellm.roseinfer.kernels.tuned import Choice, Gemm, LayersKey
 from rosellm.roseinfer.layers.fused import FastestLayers, Layers
 from rosellm.roseinfer.steps.cuda_graph import record_graph
 from rosellm.roseinfer.steps.worker import Worker
@@ -49,37 +50,41 @@ def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -
 
     folder: where the choices are; None for ``rosellm/tiles`` in the user's cache folder.
 
-    Raises ``OptionError`` as :func:`tune` does, or if the file cannot be read.
+    Raises ``OptionError`` as :func:`tune` does, or if the file cannot be read or written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
     shapes = " ".join(f"{gemm.n}x{gemm.k}" for gemm in gemms_of(model, 1))
     versions = " ".join(f"{name} {version(name)}" for name in ("rosellm", "torch", "triton"))
     name = f"{shapes}, {_worker_of(step).n_rows} rows, {versions}"
-    known = _read(path)
-    if name not in known:
-        known[name] = tune(step, model)
-        write_text(path, json.dumps(known, indent=1))
-    tuned.table().update(tuned.parsed(known[name]["choices"]))
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (found := _read(path).get(name)) is not None:
+            tuned.table().update(tuned.parsed(found["choices"]))
+            return
+    found = tune(step, model)
+    with _named(path):
+        write_text(path, json.dumps(_read(path) | {name: found}, indent=1))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise OptionError(f"cannot use the tuned choices in {path}: {describe(error)}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file of choices, {} if there is none, and make its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for one in known.values():
-            list(tuned.parsed(one["choices"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise OptionError(f"cannot read tuned choices from {path}: {describe(error)}") from error
-    return known
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 @torch.inference_mode()
 def tune(step: object, model: Transformer) -> dict[str, Any]:
-    """Tune a model for all numbers of rows that ``step`` decodes together.
+    """Tune a model for 1, 2, 4 and so on rows, up to the most that ``step`` decodes together.
 
-    The choices are in force from then on. No sequence may hold blocks of the cache. Returns, as data:
+    Earlier choices for these shapes are dropped first. The new ones are in force from then on, also for
+    prefills of as many tokens. No sequence may hold blocks of the cache. Returns, as data:
 
     choices: the choices, each with ``step_us``, the µs per step with and without it in each turn.
     steps: number of rows → µs per step before and after tuning, in each turn.
@@ -91,18 +96,26 @@ def tune(step: object, model: Transformer) -> dict[str, Any]:
     worker = _worker_of(step)
     layers_for = cast(FastestLayers, worker.layers_for)
     steps, choices, turns = _Steps(worker), Found(), {}
-    numbers = [1 << i for i in range(worker.n_rows.bit_length())]
+    numbers = [1 << i for i in range((worker.n_rows - 1).bit_length() + 1)]
+    for rows in numbers:
+        _forget([*gemms_of(model, rows), LayersKey(rows, layers_for.layer_parameters)])
     tries = [(gemm, one) for rows in numbers for gemm in gemms_of(model, rows) for one in candidates(gemm)]
     compile_ahead([partial(steps.run_one_layer, layers_for, gemm, choice) for gemm, choice in tries])
     for rows in tqdm(numbers, "tune", unit=" numbers of rows", delay=1):
         before = steps.captured(layers_for(rows), rows)
         found = _tuned_gemms(steps, layers_for, gemms_of(model, rows))
-        kind = _tuned_kind(steps, layers_for, rows) if rows > 1 else None
-        if layers_for(rows) is layers_of(layers_for, rows):  # otherwise these GEMMs are not used
-            choices += found
-        choices += [kind] if kind else []
+        found += _tuned_kind(steps, layers_for, rows) if rows > 1 else []
+        if layers_for(rows) is not ours(layers_for, rows):  # these GEMMs are not used
+            found = [choice for choice in found if "kind" in choice]
+            _forget(gemms_of(model, rows))
+        choices += found
         turns[str(rows)] = in_turns(before, steps.captured(layers_for(rows), rows))
     return {"choices": choices, "steps": turns}
+
+
+def _forget(keys: Sequence[Gemm | LayersKey]) -> None:
+    for key in keys:
+        tuned.table().pop(key, None)
 
 
 def _worker_of(step: object) -> Worker:
@@ -127,7 +140,7 @@ def candidates(gemm: Gemm) -> list[Choice]:
     shapes = [(n, k) for n in SIZES for k in SIZES]
     if rows == 1:
         one_row = {FewRowsShape(*best("few_rows", rows=1, n=n, k=k, bits=16)) for n, k in shapes}
-        held = (filled(tile, k) for tile in one_row if tile.block_k)
+        held = {filled(tile, k) for tile in one_row if tile.block_k}
         return [Choice(1, tuple(tile)) for tile in sorted(held) if tile.held <= MOST_HELD]
     found = []
     for parts in (1, 2, 4, 8) if activation == "none" else (1,):
@@ -153,20 +166,21 @@ class _Steps:
         self.state.table.copy_(ids.view(self.state.table.shape))
 
     def run(self, layers: Layers, rows: int, n_layers: int | None = None) -> Tensor:
-        state, seen = self.state.first(rows), CONTEXT + 1
+        rows, seen = min(rows, self.worker.n_rows), CONTEXT + 1
+        state = self.state.first(rows)
         attend = self.worker.bind(state, self.worker.variant(rows, seen, seen))
         return layers(state.tokens, state.positions, attend, n_layers)
 
     def run_one_layer(self, layers_for: FastestLayers, gemm: Gemm, choice: Choice) -> None:
         with trying(gemm, choice):
-            self.run(layers_of(layers_for, gemm.rows), gemm.rows, 1)
+            self.run(ours(layers_for, gemm.rows), gemm.rows, 1)
 
     def captured(self, layers: Layers, rows: int) -> Callable[[], object]:
         self.run(layers, rows, 1)
         return record_graph(partial(self.run, layers, rows), None)
 
 
-def layers_of(layers_for: FastestLayers, rows: int) -> Layers:
+def ours(layers_for: FastestLayers, rows: int) -> Layers:
     return layers_for.variants["few" if rows == 1 else "some"]
 
 
@@ -214,20 +228,21 @@ def _tuned_gemms(steps: _Steps, layers_for: FastestLayers, gemms: list[Gemm]) ->
     """Tune one GEMM after another, each with the choices made so far."""
     found: Found = []
     for gemm in gemms:
-        layers, times, replays = layers_of(layers_for, gemm.rows), {}, {}
+        layers = ours(layers_for, gemm.rows)
+        now = steps.captured(layers, gemm.rows)
+        best_us, chosen, replay = inf, None, now
         for choice in candidates(gemm):
             with suppress(triton.OutOfResources), trying(gemm, choice):
-                replays[choice] = steps.captured(layers, gemm.rows)
-                times[choice] = step_us(replays[choice])
-        choice = min(times, key=lambda one: times[one])
-        turns = in_turns(steps.captured(layers, gemm.rows), replays[choice])
-        if is_shorter(turns):
-            tuned.table()[gemm] = choice
-            found.append(gemm._asdict() | choice._asdict() | {"step_us": turns})
+                tried = steps.captured(layers, gemm.rows)
+                if (us := step_us(tried)) < best_us:
+                    best_us, chosen, replay = us, choice, tried
+        if chosen is not None and is_shorter(turns := in_turns(now, replay)):
+            tuned.table()[gemm] = chosen
+            found.append(gemm._asdict() | chosen._asdict() | {"step_us": turns})
     return found
 
 
-def _tuned_kind(steps: _Steps, layers_for: FastestLayers, rows: int) -> dict[str, Any] | None:
+def _tuned_kind(steps: _Steps, layers_for: FastestLayers, rows: int) -> Found:
     """Choose between fused norms, our GEMMs and the library's; return the choice if it is a new one."""
     parameters, now = layers_for.layer_parameters, layers_for(rows)
     kinds = [kind for kind in layers_for.variants if kind != "few" or rows <= FEW_ROWS]
@@ -236,6 +251,6 @@ def _tuned_kind(steps: _Steps, layers_for: FastestLayers, rows: int) -> dict[str
     kind = min(times, key=lambda one: times[one])
     turns = in_turns(steps.captured(now, rows), replays[kind])
     if layers_for.variants[kind] is now or not is_shorter(turns):
-        return None
-    tuned.table()[tuned.Layers(rows, parameters)] = kind
-    return {"rows": rows, "parameters": parameters, "kind": kind, "step_us": turns}
+        return []
+    tuned.table()[LayersKey(rows, parameters)] = kind
+    return [{"rows": rows, "parameters": parameters, "kind": kind, "step_us": turns}]

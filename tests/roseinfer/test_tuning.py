@@ -16,6 +16,7 @@ from rosellm.roseinfer.kernels.linear import some_rows_linear
 from rosellm.roseinfer.kernels.table import TRITON
 from rosellm.roseinfer.kernels.tuned import Choice, Gemm
 from rosellm.roseinfer.tuning import candidates, gemms_of, tune, tune_or_load
+from rosellm.triton_or_none import next_power_of_2
 from tests.helpers import random_model, small_config, small_engine
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
@@ -71,7 +72,7 @@ def test_the_library_takes_over_the_rows_for_which_it_is_faster(engine, table, p
     planted |= {(gemm, candidates(gemm)[0]): 95.0, (2, "library"): 80.0}
     (kind,) = tune(engine.step, engine.model)["choices"]  # the tuned GEMM is not used, and not recorded
     layers_for = engine.step.worker.layers_for
-    assert kind["kind"] == "library" and layers_for(2) is layers_for.variants["library"]
+    assert kind["kind"] == "library" and len(table) == 1 and layers_for(2) is layers_for.variants["library"]
     assert layers_for(1) is layers_for.variants["few"]
 
 
@@ -86,13 +87,27 @@ def test_a_model_is_tuned_once_for_all_processes(engine, table, planted, tmp_pat
     assert table == first and list(first) == [gemm]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"%s": {}}'])
+def test_a_model_is_tuned_from_the_rules_for_all_its_numbers_of_rows(engine, table, planted, monkeypatch):
+    """Whatever is in force: otherwise its choices would lack what an engine before it has found."""
+    monkeypatch.setattr(tuning, "candidates", lambda gemm: [])  # of some shapes there are none
+    gemm, other = gemms_of(engine.model, 2)[0], Gemm(2, 8, 8, "none")
+    table |= {gemm: RING, other: RING}
+    assert tune(engine.step, engine.model)["choices"] == [] and table == {other: RING}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_the_last_number_of_rows_covers_the_most(rows, table, planted):
+    engine = small_engine(random_model(0, small_config(**SIZES)), kernels=TRITON, max_batch_size=rows)
+    assert max(map(int, tune(engine.step, engine.model)["steps"])) == next_power_of_2(rows)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"%s": {}}'])
 def test_a_file_that_does_not_hold_choices_is_named(text, engine, planted, tmp_path):
     tune_or_load(engine.step, engine.model, tmp_path)
     (path,) = tmp_path.iterdir()
     (name,) = json.loads(path.read_text())
     path.write_text(text.replace("%s", name))
-    with pytest.raises(OptionError, match=f"cannot read tuned choices from {path}"):
+    with pytest.raises(OptionError, match=f"cannot use the tuned choices in {path}"):
         tune_or_load(engine.step, engine.model, tmp_path)
 
 
@@ -105,7 +120,7 @@ def test_without_a_hopper_gpu_there_is_nothing_to_tune():
 def test_candidates_divide_k_and_fit_the_ring(seed):
     draw = random.Random(seed)
     activation = draw.choice(("none", "gelu", "swiglu"))
-    gemm = Gemm(1 << draw.randrange(9), 16 * draw.randint(8, 1000), 64 * draw.randint(2, 200), activation)
+    gemm = Gemm(1 << draw.randrange(9), 8 * draw.randint(8, 2000), 8 * draw.randint(2, 1600), activation)
     for parts, tile in candidates(gemm):
         assert parts == 1 or activation == "none"
         if gemm.rows == 1:

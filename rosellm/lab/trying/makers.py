@@ -187,7 +187,7 @@ def prefill_attention(case: Case, draw: Draw) -> Operands:
     table, made = _cached(case, draw, starts, counts)
     q, k, v = _heads(case, draw, int(counts.sum()), "q", "k_new", "v_new")
     pieces = None if case.option % 2 else [3, 1, 2, 1][: len(counts)]
-    columns = torch.from_numpy(tile_columns(starts.numpy(), counts.numpy(), None, BLOCK_M, pieces))
+    columns = torch.tensor(tile_columns(starts.numpy(), counts.numpy(), None, BLOCK_M, pieces))
     made |= {"q": q, "k_new": k, "v_new": v} | _given(draw, torch.int32, block_table=table)
     tiles = Tiles(draw.put("tiles", columns, torch.int32), BLOCK_M, pieces is not None)
     return made | {"tiles": tiles, "scale": case.head_dim**-0.5, "window": _window(case)}

@@ -30,7 +30,7 @@ class StagingBuffer:
         self._pin = device.type == "cuda"
         self._new_event = torch.cuda.Event if self._pin else None  # copies on a CPU are synchronous
         self._taken = torch.empty(0, dtype=dtype, device="cpu")  # the buffer being written
-        self._array = self._taken.numpy()  # the same memory; to make this array takes several operators
+        self._array = self._taken.numpy()  # the same memory; kept, because ``numpy()`` is slow
         self._copied: torch.cuda.Event | None = None  # the event of the buffer's copies
         self._capacity = 0
         self._given = self._array  # the latest array from host()

@@ -66,8 +66,8 @@ def append_and_attend_ref(
 ) -> Tensor:
     """Rotate q and k_new, append the new tokens to the cache, and attend to the cache (torch reference).
 
-    q: ``[B, H, D]``, or ``[P, B, H, D]`` fp32, partial sums.
-    k_new, v_new: ``[B, H_kv, D]``, or ``[P, B, H_kv, D]`` fp32.
+    q: ``[B, H, D]``, or P partial sums ``[P, B, H, D]`` in fp32.
+    k_new, v_new: ``[B, H_kv, D]``, or P partial sums ``[P, B, H_kv, D]`` in fp32.
     k_cache_layer, v_cache_layer: the layer's caches, updated in place.
     block_table: ``[B, MAX_BLOCKS]`` int32, including the new token's block. Entries of blocks entirely before
         the window may hold anything.

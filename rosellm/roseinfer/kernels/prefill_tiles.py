@@ -149,5 +149,5 @@ def _sections(lengths: np.ndarray) -> np.ndarray:
 
 def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str, pieces=None) -> Tiles:
     """Build the tiles of :func:`tile_columns`, and send them to ``device`` in one copy."""
-    columns = torch.from_numpy(tile_columns(starts, counts, rows, tile_size, pieces)).to(device)
+    columns = torch.tensor(tile_columns(starts, counts, rows, tile_size, pieces), device=device)
     return Tiles(columns, tile_size, pieces is not None)

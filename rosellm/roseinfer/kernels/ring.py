@@ -1,4 +1,4 @@
-"""A GEMM for 2 to 64 rows on Hopper GPUs whose weights are in flight before its input is ready.
+"""A GEMM for up to 128 rows on Hopper GPUs whose weights are in flight before its input is ready.
 
 Each program owns 64 rows of the weight and one range of K. Before it waits for the kernel before it, it
 starts TMA copies of its first weight tiles into a ring of stages in shared memory; after the wait, the tiles
@@ -21,7 +21,8 @@ from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, nex
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
-FEWEST_PROGRAMS, NUM_SMS, QKV_PROGRAMS = 36, 132, 180
+FEWEST_PROGRAMS, NUM_SMS = 36, 132  # of a launch of whole K for which it is faster; of an H200
+QKV_PROGRAMS = 180  # at most, of the projection to q, k and v
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
@@ -136,7 +137,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def takes(rows: int, k: int) -> bool:
-    """Return whether the kernel takes this number of rows, and K."""
+    """Return whether the kernel can run, and by rule is faster, for this number of rows and this K."""
     return 2 <= rows <= MOST_ROWS and k % 8 == 0
 
 
@@ -176,7 +177,7 @@ def stages_of(padded_rows: int, programs: int, tiles: int) -> int:
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
-    x: ``[M, K]`` with M at most ``MOST_ROWS``. The tensors must be contiguous, and K a multiple of 8; for
+    x: ``[M, K]`` with M at most 128. The tensors must be contiguous, and K a multiple of 8; for
         "swiglu", N must be a multiple of 16.
     dependent: the launch mode, as in ``launch_options``.
     """

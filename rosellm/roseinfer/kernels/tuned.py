@@ -34,7 +34,7 @@ class Gemm(NamedTuple):
     activation: str
 
 
-class Layers(NamedTuple):
+class LayersKey(NamedTuple):
     """The layers of a decode step. rows: as in :class:`Gemm`. parameters: number of parameters per layer."""
 
     rows: int
@@ -57,13 +57,13 @@ def choice_of(rows: int, n: int, k: int, activation: str) -> Choice | None:
     return table().get(Gemm(next_power_of_2(rows), n, k, activation))
 
 
-def layers_of(rows: int, parameters: int) -> Literal["few", "some", "library"] | None:
+def kind_of(rows: int, parameters: int) -> Literal["few", "some", "library"] | None:
     """Return the tuned kind of layers, as in ``fused.fastest_products``, or None."""
-    return table().get(Layers(next_power_of_2(rows), parameters))
+    return table().get(LayersKey(next_power_of_2(rows), parameters))
 
 
 @cache
-def table() -> dict[Gemm | Layers, Any]:
+def table() -> dict[Gemm | LayersKey, Any]:
     """Return the choices in force: those of the package for this GPU; callers may add to them."""
     path = FOLDER / f"{gpu_name()}.json"
     models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
@@ -76,11 +76,11 @@ def gpu_name() -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def parsed(choices: Iterable[dict[str, Any]]) -> Iterable[tuple[Gemm | Layers, Any]]:
-    """Return each choice of a table as data as its key and value."""
+def parsed(choices: Iterable[dict[str, Any]]) -> Iterable[tuple[Gemm | LayersKey, Any]]:
+    """Yield the key and the value of each choice, given as in ``tiles/<gpu>.json``."""
     for it in choices:
         if "kind" in it:
-            yield Layers(it["rows"], it["parameters"]), it["kind"]
+            yield LayersKey(it["rows"], it["parameters"]), it["kind"]
         else:
             tile = None if it["tile"] is None else tuple(it["tile"])
             yield Gemm(it["rows"], it["n"], it["k"], it["activation"]), Choice(it["parts"], tile)

@@ -20,7 +20,7 @@ from rosellm.models.model import Projection, Transformer, split_heads
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.roseinfer.kernels.tuned import layers_of
+from rosellm.roseinfer.kernels.tuned import kind_of
 from rosellm.roseinfer.layers.products import (
     LayerWeights,
     LibraryProducts,
@@ -129,7 +129,7 @@ def fastest_products(
     layer_parameters: number of parameters per layer.
     with_ring: whether "some" includes :func:`ring.ring_linear`.
     """
-    if with_ring and (tuned := layers_of(rows, layer_parameters)):
+    if with_ring and (tuned := kind_of(rows, layer_parameters)):
         return tuned
     if with_ring and 2 <= rows <= ring.MOST_ROWS:
         return "some"

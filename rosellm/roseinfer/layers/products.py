@@ -26,7 +26,10 @@ class Products(Protocol):
     """The four GEMMs of each layer."""
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, or to partial sums, with bias."""
+        """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, with bias.
+
+        Alternatively, return P partial sums ``[P, N, (H + 2 H_kv) D]`` in fp32, the first with the bias.
+        """
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         """Project attention outputs ``[N, H D]`` to partial sums ``[P, N, C]``, without bias."""
@@ -233,8 +236,7 @@ class SomeRowsProducts(PlainProducts):
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         p = self.blocks[layer].qkv
         parts = self.qkv_parts_of(len(x), *p.weight.shape)
-        y = self.linear(x=x, weight=p.weight, bias=p.bias, parts=parts)
-        return y if parts == 1 else y.view(parts, len(x), -1)
+        return self.linear(x=x, weight=p.weight, bias=p.bias, parts=parts)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].out.weight)

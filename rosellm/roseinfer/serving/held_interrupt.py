@@ -16,7 +16,7 @@ class HeldInterrupt:
     A second SIGINT raises ``KeyboardInterrupt`` at once.
     """
 
-    installed: ClassVar[HeldInterrupt | None] = None  # to ask ``signal`` for it takes longer
+    installed: ClassVar[HeldInterrupt | None] = None  # faster than ``signal.getsignal``
     is_held = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -33,7 +33,7 @@ class HeldInterrupt:
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], None]]:
-    """Hold SIGINT: raise ``KeyboardInterrupt`` only in calls of the yielded function and on exit.
+    """Hold SIGINT: raise ``KeyboardInterrupt`` only in calls of the yielded function, and on a regular exit.
 
     Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``. In a
     nested context, the yielded function is that of the outer one.
@@ -48,6 +48,8 @@ def held_interrupt() -> Iterator[Callable[[], None]]:
         HeldInterrupt.installed = held
         yield held.let_through
     finally:
-        HeldInterrupt.installed = None
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        finally:
+            HeldInterrupt.installed = None
     held.let_through()

@@ -100,10 +100,10 @@ class Worker:
         self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
         self._prompt_hidden: Tensor | None = None  # of all tokens of the latest prefill, if kept
-        self._inference = torch.inference_mode()  # made once: to make one takes longer than to enter it
+        self._inference = torch.inference_mode()  # constructed once: construction costs more than entry
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run the method ``name`` in inference mode; such calls are not nested.
+        """Run the method ``name`` in inference mode; a nested call would end it too early.
 
         Ranks exchange the arguments, which are numbers, strings and arrays.
         """
