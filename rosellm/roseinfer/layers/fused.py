@@ -33,6 +33,7 @@ from rosellm.roseinfer.layers.products import (
     activation_fused,
     can_pack,
     has_ring,
+    is_stock,
     ring_qkv_parts_of,
     tuned_or,
 )
@@ -177,4 +178,5 @@ def build_layers(
         some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)
         return FastestLayers({"few": few, "some": some, "library": library}, *sizes)
 
-    return fastest(tuned_or(ring_qkv_parts_of) if with_ring else None), fastest(None)
+    adds_up = with_ring and is_stock(kernels, "append_and_attend")
+    return fastest(tuned_or(ring_qkv_parts_of) if adds_up else None), fastest(None)

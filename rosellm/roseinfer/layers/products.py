@@ -251,8 +251,12 @@ class SomeRowsProducts(PlainProducts):
 
 def has_ring(model: Transformer, kernels: Kernels) -> bool:
     """Return whether ``kernels.some_rows_linear`` may use :func:`ring.ring_linear` for this model."""
-    stock = TRITON.some_rows_linear, TRITON_DEPENDENT.some_rows_linear
-    return kernels.some_rows_linear in stock and ring.runs_on(model.device, model.dtype)
+    return is_stock(kernels, "some_rows_linear") and ring.runs_on(model.device, model.dtype)
+
+
+def is_stock(kernels: Kernels, name: str) -> bool:
+    """Return whether the kernel ``name`` is the package's own in Triton, not a replacement."""
+    return getattr(kernels, name) in (getattr(TRITON, name), getattr(TRITON_DEPENDENT, name))
 
 
 def ring_parts_of(rows: int, n: int, k: int) -> int:

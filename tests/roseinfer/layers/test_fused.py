@@ -82,7 +82,9 @@ def test_where_weights_can_be_in_a_ring_2_to_64_rows_take_it_unless_the_kernel_i
     for rows in (2, 64):
         assert layers_for(rows).products.parts_of(rows, 1024, 4096) == ring.parts_of(rows, 1024, 4096)
         assert layers_for(rows).products.qkv_parts_of(rows, 4096, 1024) == 2
-    for rows, others in ((65, layers_for), (64, for_prefill), (64, without)):
+    attending = replace(kernels, append_and_attend=lambda **operands: kernels.append_and_attend(**operands))
+    with_another, _ = build_layers(*VARIANTS["small_m"], model, attending)
+    for rows, others in ((65, layers_for), (64, for_prefill), (64, without), (64, with_another)):
         assert others(rows).products.qkv_parts_of(rows, 4096, 1024) == 1
     assert layers_for(8).products.parts_of(8, 1024, 4100) == parts_of(8, 1024, 4100)  # rows that TMA refuses
     assert ring.parts_of(8, 1024, 4100) != parts_of(8, 1024, 4100)
