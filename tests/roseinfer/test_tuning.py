@@ -76,15 +76,19 @@ def test_the_library_takes_over_the_rows_for_which_it_is_faster(engine, table, p
     assert layers_for(1) is layers_for.variants["few"]
 
 
-def test_a_model_is_tuned_once_for_all_processes(engine, table, planted, tmp_path, monkeypatch):
-    gemm = gemms_of(engine.model, 1)[0]
+def test_a_model_is_tuned_once_for_all_processes(table, planted, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = random_model(0, small_config(**SIZES))
+    sizes = {"kernels": TRITON, "max_batch_size": 2, "num_kv_blocks": 4, "tune": True}
+    gemm = gemms_of(model, 1)[0]
     planted[gemm, candidates(gemm)[0]] = 90.0
-    tune_or_load(engine.step, engine.model, tmp_path)
+    small_engine(model, **sizes)
     first = dict(table)
     table.clear()
     monkeypatch.setattr(tuning, "tune", lambda *_arguments: pytest.fail("tuned again"))
-    tune_or_load(engine.step, engine.model, tmp_path)
+    small_engine(model, **sizes)
     assert table == first and list(first) == [gemm]
+    assert [path.name for path in (tmp_path / "rosellm/tiles").iterdir()] == ["cpu.json"]
 
 
 def test_a_model_is_tuned_from_the_rules_for_all_its_numbers_of_rows(engine, table, planted, monkeypatch):
