@@ -77,6 +77,30 @@ def test_the_cards_factor_is_that_of_the_ablation():
     claim("20", r"in one session, a step is ([\d.]+) times as fast", before / after)
 
 
+def test_steps_with_weights_in_flight_take_what_is_said():
+    steps = {name: one["figures"] for name, one in RESULTS.by_model("steps_by_rows").items()}
+    us = {name: {n: one[n]["median_us"] for n in ("1", "16", "64")} for name, one in steps.items()}
+    by_64 = {name: one["64"] / one["1"] for name, one in us.items()}
+    large = [one["16"] / one["1"] for one in us.values() if one["1"] > 1500]
+    words = r"64 sequences a step takes ([\d.]+) to ([\d.]+) times .*? at most ([\d.]+) times as long with 16"
+    claim("20", words, min(by_64.values()), max(by_64.values()), max(large))
+    read = {name: one["64"]["read_bytes"] / one["1"]["read_bytes"] for name, one in steps.items()}
+    assert all(by_64[name] > read[name] for name in steps) and len(large) > 2
+
+
+def test_the_changes_to_the_ring_did_what_is_said():
+    said(prose("20"), "Two changes were kept: gate rows beside up rows, and q, k and v in ranges")
+    spans = {}
+    for name, models in RESULTS.figures("ring_trials").items():
+        turns = [list(one.values()) for model in models.values() for one in model.values()]
+        ratios = [median(after) / median(before) for before, after in turns]
+        spans[name] = min(ratios), max(ratios)
+    for kept in ("8 gate rows beside 8 up rows", "q, k and v in ranges of K"):
+        assert spans[kept][0] < 0.95 and spans[kept][1] < 1.015
+    assert spans["half the shared memory"][0] > 0.995
+    assert 0.94 < spans["five kernels a layer"][0] < 0.98 and spans["five kernels a layer"][1] > 1.2
+
+
 # 23
 
 
