@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import rosellm
 from rosellm.atomic import write_text
 from rosellm.errors import OptionError, describe
 from rosellm.models.model import Transformer
@@ -55,7 +55,7 @@ def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
     shapes = " ".join(f"{gemm.n}x{gemm.k}" for gemm in gemms_of(model, 1))
-    versions = " ".join(f"{name} {version(name)}" for name in ("rosellm", "torch", "triton"))
+    versions = " ".join(f"{it.__name__} {it.__version__}" for it in (rosellm, torch, triton))
     name = f"{shapes}, {_worker_of(step).n_rows} rows, {versions}"
     with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)

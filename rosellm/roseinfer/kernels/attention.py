@@ -43,6 +43,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     store_token,
 )
 from rosellm.roseinfer.kernels.repeated import repeated
+from rosellm.roseinfer.kernels.ring_attention import ring_attend
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import next_power_of_2, tl, triton
@@ -396,6 +397,12 @@ def append_and_attend(
     """
     _check(plan, window)
     variant, out = plan.variant, k_cache_layer.new_empty(q.shape[-3:])
+    if variant.ring:
+        given = {"block_table": block_table, "positions": positions, "rotary": rotary, "window": window}
+        given |= {"k_cache_layer": k_cache_layer, "v_cache_layer": v_cache_layer, "scale": scale}
+        given |= {"tile": variant.tile, "stages": variant.stages, "dependent": dependent}
+        ring_attend(out=out, q=q, k_new=k_new, v_new=v_new, **given)
+        return out
     batch, group = len(out), out.shape[1] // k_new.shape[-2]
     smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)

@@ -38,6 +38,8 @@ class Variant(NamedTuple):
     dot: 1 runs GEMMs on tensor cores, as for several query heads per KV head, with the query repeated to
         ``SMALLEST_DOT`` rows. Only for KV heads with a single query head.
     lead: number of tiles that starting a row counts as, when rows are cut into pieces.
+    ring: 1 copies tiles of keys and values to ``stages`` stages of shared memory before the queries are
+        ready, by the kernel of :mod:`ring_attention`; rows must be whole.
     """
 
     tile: int
@@ -47,6 +49,7 @@ class Variant(NamedTuple):
     lanes: int = 0
     dot: int = 0
     lead: int = 0
+    ring: int = 0
 
     @property
     def combine(self) -> bool:
@@ -115,6 +118,30 @@ def variant_for(
         stay_whole = (share >= 1.25 and reach <= LONG * share) or (rows > 2 and reach <= MIDDLE)
     choose = whole_rows if stay_whole else cut_rows
     return choose(rows, kv_heads, longest, num_sms, group, head_dim)
+
+
+def ring_rows(
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    num_sms: int,
+    group: int = 1,
+    head_dim: int = 64,
+    mean: float | None = None,
+) -> Variant | None:
+    """Return the variant whose keys and values are in flight first, or None where others are faster.
+
+    Arguments as in :func:`variant_for`. It is faster if the shared memory holds the tiles of all programs at
+    once, or else if the rows are not short; but long rows are split, unless they fill the GPU evenly.
+    """
+    reach, share = next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
+    even = share >= 0.9 and longest <= UNEVEN * (longest if mean is None else mean)
+    if reach > (MIDDLE if share < 0.2 else LONG) and not even:
+        return None
+    if share * head_dim <= 128:
+        return Variant(128, stages=2, ring=1)
+    not_short = SHORT < reach <= LONG and (share <= 2 or group == 1)
+    return Variant(64, stages=2, ring=1) if not_short else None
 
 
 def cut_rows(

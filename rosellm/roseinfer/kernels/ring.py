@@ -1,8 +1,8 @@
 """A GEMM for up to 128 rows on Hopper GPUs whose weights are in flight before its input is ready.
 
-Each program owns 64 rows of the weight and one range of K. Before it waits for the kernel before it, it
-starts TMA copies of its first weight tiles into a ring of stages in shared memory; after the wait, the tiles
-of x follow, and each stage is filled again once its product is done. The products are transposed,
+Each program owns 64 or 128 rows of the weight and one range of K. Before it waits for the kernel before it,
+it starts TMA copies of its first weight tiles into a ring of stages in shared memory; after the wait, the
+tiles of x follow, and each stage is filled again once its product is done. The products are transposed,
 ``weight @ x.T``, so that the wide operand of ``wgmma`` is the weight and few rows of x are not padded. For
 "swiglu", 8 rows of the gate alternate with 8 of the up projection, so that each thread has both factors.
 Weights that arrive before their GEMM's turn are what NVIDIA's CUTLASS example 63 shows.
@@ -22,7 +22,6 @@ ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
 FEWEST_PROGRAMS, NUM_SMS = 36, 132  # of a launch of whole K for which it is faster; of an H200
-QKV_PROGRAMS = 180  # at most, of the projection to q, k and v
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
@@ -38,7 +37,7 @@ def _load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
 
 
 @gluon.jit
-def _griddepcontrol(what: gl.constexpr):
+def griddepcontrol(what: gl.constexpr):
     gl.inline_asm_elementwise(
         "griddepcontrol." + what + "; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -81,8 +80,8 @@ def _ring_kernel(
         n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
         bias = gl.load(bias_ptr + n, mask=(i < N) & (part == 0), other=0.0).to(gl.float32)
     if DEPENDENT:
-        _griddepcontrol("wait")
-        _griddepcontrol("launch_dependents")
+        griddepcontrol("wait")
+        griddepcontrol("launch_dependents")
     for s in gl.static_range(STAGES):
         async_load(x_desc, [0, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
     sums = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, ROWS), gl.float32, layout))
@@ -109,8 +108,6 @@ def _ring_kernel(
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
     y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(bars.index(s))
     if BIAS:
         y += bias[:, None]
     if ACTIVATION == "gelu":
@@ -124,6 +121,8 @@ def _ring_kernel(
     width = N // 2 if GATED else N
     target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + i[:, None]
     gl.store(target, y.to(out_ptr.dtype.element_ty), mask=(i < width)[:, None] & (m < M)[None, :])
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(s))
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -163,14 +162,22 @@ def parts_of(rows: int, n: int, k: int, most_programs: int = NUM_SMS) -> int:
     return parts
 
 
-def stages_of(padded_rows: int, programs: int, tiles: int) -> int:
+def block_n_of(rows: int, n: int, parts: int) -> int:
+    """Return the number of weight rows per program.
+
+    Twice as many read x half as often, but are faster only if enough programs are left.
+    """
+    return 2 * BLOCK_N if rows > 32 and parts == 1 and n > 3 * BLOCK_N * NUM_SMS else BLOCK_N
+
+
+def stages_of(padded_rows: int, programs: int, tiles: int, block_n: int = BLOCK_N) -> int:
     """Return the number of stages of a program that multiplies ``tiles`` tiles.
 
     A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
     in one.
     """
     shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
-    fitting = shared_bytes // ((BLOCK_N + padded_rows) * BLOCK_K * 2)
+    fitting = shared_bytes // ((block_n + padded_rows) * BLOCK_K * 2)
     return min(MOST_STAGES, tiles, max(2, fitting))
 
 
@@ -184,20 +191,21 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     (rows, k), n = x.shape, len(weight)
     width = n // 2 if activation == "swiglu" else n
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-    padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, BLOCK_N), cdiv(cdiv(k, BLOCK_K), parts)
-    stages = stages_of(padded, blocks * parts, tiles)
-    described = _described_pairs if activation == "swiglu" else _described
+    block_n = block_n_of(rows, n, parts)
+    padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
+    stages = stages_of(padded, blocks * parts, tiles, block_n)
+    weights = _described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
     _ring_kernel[(blocks, parts)](
-        described(weight, BLOCK_N), _described(x, padded), x if bias is None else bias, out, rows, n, tiles,
-        ROWS=padded, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
+        weights, described(x, padded), x if bias is None else bias, out, rows, n, tiles,
+        ROWS=padded, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
         ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return out
 
 
-def _described(tensor: Tensor, rows: int) -> GluonDescriptor:
-    """Return a TMA descriptor of tiles ``[rows, BLOCK_K]``."""
-    return _descriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, BLOCK_K])
+def described(tensor: Tensor, rows: int, columns: int = BLOCK_K) -> GluonDescriptor:
+    """Return a TMA descriptor of tiles ``[rows, columns]`` of a contiguous matrix."""
+    return _descriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, columns])
 
 
 def _described_pairs(weight: Tensor, rows: int) -> GluonDescriptor:

@@ -33,15 +33,17 @@ from rosellm.roseinfer.kernels import (
     prefill,
     prefill_pieces,
     ring,
+    ring_attention,
     rotary,
 )
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, ring, rotary
+LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
+RINGS = ring, ring_attention
 OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
-ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.ROLES.items()}
+ROLES = {name: role for source in (*LAYERS, *RINGS, *OTHERS) for name, role in source.ROLES.items()}
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,11 @@ TORCH = Kernels(
     likely.store_likely_ref,
     advance.advance_ref,
 )
+
+
+def is_stock(kernels: Kernels, name: str) -> bool:
+    """Return whether the kernel ``name`` is the package's own in Triton, not a replacement."""
+    return getattr(kernels, name) in (getattr(TRITON, name), getattr(TRITON_DEPENDENT, name))
 
 
 def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:

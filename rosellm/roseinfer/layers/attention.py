@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from rosellm.models.model import Transformer
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.kernels import ring, ring_attention
 from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref
-from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, variant_for, whole_rows
-from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, ring_rows, variant_for, whole_rows
+from rosellm.roseinfer.kernels.table import Kernels, is_stock
+
+NARROW, FEW_HEADS = 1536, 12  # features, and KV heads, at most
 
 
 class Binder(ABC):
@@ -78,18 +82,17 @@ class PagedAttention:
 
 
 class AppendAndAttend(Binder):
-    """A binder whose kernel rotates, appends and attends; each program reads a row's whole context.
-
-    choose: returns the launch variant, like ``attention_plan.variant_for``.
-    """
-
-    choose: Callable[..., Variant] = staticmethod(whole_rows)
+    """A binder whose kernel rotates, appends and attends; each program reads a row's whole context."""
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         super().__init__(kernels, blocks, model)
         self.rotary = [model.rotary(layer) for layer in range(self.config.n_layers)]
         self.group, on_gpu = self.config.group, model.device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
+
+    def choose(self, rows: int, *sizes: Any) -> Variant:
+        """Return the launch variant; arguments as in ``attention_plan.variant_for``."""
+        return whole_rows(rows, *sizes)
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
         c, window = self.config, self.config.window or longest
@@ -116,9 +119,23 @@ class TorchAppendAndAttend(Binder):
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """An :class:`AppendAndAttend` that splits contexts into equal pieces where that is faster."""
+    """An :class:`AppendAndAttend` that splits contexts into equal pieces where that is faster.
 
-    choose: Callable[..., Variant] = staticmethod(variant_for)
+    On Hopper GPUs, keys and values of few rows are copied before the queries are ready. With a single row, of
+    wide models or many KV heads, the GEMMs would lose more than attention gains: they load through the L1
+    cache, which is smaller on a multiprocessor that a program with much shared memory has used.
+    """
+
+    def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
+        super().__init__(kernels, blocks, model)
+        c = model.config
+        can_run = is_stock(kernels, "append_and_attend") and ring.runs_on(model.device, model.dtype)
+        self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
+        self.fewest_rows = 1 if c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS else 2
+
+    def choose(self, rows: int, *sizes: Any) -> Variant:
+        has_ring = self.has_ring and rows >= self.fewest_rows
+        return (has_ring and ring_rows(rows, *sizes)) or variant_for(rows, *sizes)
 
 
 BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {

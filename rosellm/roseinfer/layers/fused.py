@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
 from rosellm.roseinfer.kernels import ring
-from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import kind_of
 from rosellm.roseinfer.layers.products import (
@@ -33,7 +33,6 @@ from rosellm.roseinfer.layers.products import (
     activation_fused,
     can_pack,
     has_ring,
-    is_stock,
     ring_qkv_parts_of,
     tuned_or,
 )

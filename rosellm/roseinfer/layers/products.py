@@ -15,11 +15,12 @@ from rosellm.models.model import Block, Projection, Transformer, activated
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of
-from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
+from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.tuned import choice_of
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
+QKV_PROGRAMS = 180  # at most, of the projection of fewer than 4,096 features to q, k and v by the ring
 
 
 class Products(Protocol):
@@ -254,11 +255,6 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
     return is_stock(kernels, "some_rows_linear") and ring.runs_on(model.device, model.dtype)
 
 
-def is_stock(kernels: Kernels, name: str) -> bool:
-    """Return whether the kernel ``name`` is the package's own in Triton, not a replacement."""
-    return getattr(kernels, name) in (getattr(TRITON, name), getattr(TRITON_DEPENDENT, name))
-
-
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
     return (ring.parts_of if ring.takes(rows, k) else parts_of)(rows, n, k)
@@ -276,4 +272,5 @@ def tuned_or(parts: Parts) -> Parts:
 
 def ring_qkv_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K of a layer's ``qkv`` in a decode step, for models with a ring."""
-    return ring.parts_of(rows, n, k, ring.QKV_PROGRAMS) if ring.takes(rows, k) else 1
+    most_programs = QKV_PROGRAMS if k < 4096 else 2 * ring.NUM_SMS
+    return ring.parts_of(rows, n, k, most_programs) if ring.takes(rows, k) else 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
 from tests.helpers import DTYPES, INTERPRETED, ON_GPU, TRITON_DEVICES, bits
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EXACT_IN_INTERPRETER = (torch.float32, torch.float16)
 

@@ -9,6 +9,7 @@ import torch
 
 from rosellm.roseinfer.kernels.attention import append_and_attend, append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan, variant_for
+from rosellm.roseinfer.kernels.ring_attention import takes
 from rosellm.roseinfer.kernels.rotary import positioned_ref
 from tests.helpers import DTYPES, LARGE, bits
 from tests.roseinfer.kernels import kernel_checks as check
@@ -149,3 +150,22 @@ def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     for variant in (chosen, *others):
         case = make_case(positions, rotary="norms", window=700, **shape, dtype=dtype, device="cuda")
         assert_attends_as_specified(case, variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not check.HOPPER, reason="needs wgmma, which Hopper GPUs have")
+@pytest.mark.parametrize("seed", range(40))
+def test_attention_with_keys_in_flight_equals_the_spec_over_random_shapes(seed):
+    draw, block_size = random.Random(seed), 64 << seed % 2
+    group, head_dim = draw.choice((1, 2, 3, 6, 8, 16)), draw.choice((64, 80, 96, 128))
+    n_kv = draw.randint(1, 5)
+    assert takes(group, head_dim, block_size)
+    edges = -1, 0, 1, 63, 64, 65, 127, 128, 129
+    more = (draw.choice((draw.randint(-1, 900), draw.choice(edges))) for _ in range(draw.randint(0, 40)))
+    positions = [draw.randint(0, 900), *more]
+    sizes = {"n_heads": group * n_kv, "n_kv_heads": n_kv, "head_dim": head_dim, "block_size": block_size}
+    sizes |= {"window": draw.choice((None, None, 1, 63, 64, 65, 200)), "parts": draw.choice((1, 1, 2, 4))}
+    rotary, dtype = draw.choice(("", "plain", "norms")), (torch.bfloat16, torch.float16)[seed // 2 % 2]
+    case = make_case(positions, rotary=rotary, **sizes, dtype=dtype, device="cuda", seed=seed)
+    tile, stages = draw.choice(((64, 2), (64, 3), (128, 1), (128, 2), (256, 1)))
+    assert_attends_as_specified(case, Variant(tile, stages=stages, ring=1))

@@ -17,7 +17,8 @@ import triton
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention_plan import variant_for
+from rosellm.roseinfer.kernels import ring
+from rosellm.roseinfer.kernels.attention_plan import ring_rows, variant_for
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.fused import build_layers
 from tests.helpers import FAMILIES, random_model, small_config
@@ -72,6 +73,7 @@ def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> Non
     writes, reads = places(r"\bst\.global", ptx), places(r"\b(ld|cp\.async\.bulk\.tensor\S*)\.global", ptx)
     assert writes and min(writes) > waits[0], name
     in_flight = {"_few_rows_kernel": 2, "_ring_kernel": 2, "_decode_attention_kernel": 8}  # before the wait
+    in_flight |= {"_ring_attention_kernel": 8}
     assert name not in in_flight or sum(read < waits[0] for read in reads) > in_flight[name], name
 
 
@@ -80,7 +82,7 @@ def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> Non
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled):
     """Dependent launches from 9.0 on, ordinary ones before."""
-    kernels = KERNELS | {"_ring"} if capability == 90 else KERNELS
+    kernels = KERNELS | {"_ring", "_ring_attention"} if capability == 90 else KERNELS
     assert {name.removesuffix("_kernel") for name, *_ in compiled} == kernels
     for name, ptx, dependent, shared in compiled:
         assert f".target sm_{capability}" in ptx
@@ -124,6 +126,8 @@ def step_of(model, state: DeviceState, caches: Tensor):
     """The step as a chain of kernels: the plan of attention, layers over the paged cache, head, advance."""
     rows, c = len(state.rows), model.config
     variant = variant_for(rows, c.n_kv_heads, 64, 132, c.group, c.head_dim)._replace(pieces=40)
+    if ring.runs_on(model.device, model.dtype) and (chosen := ring_rows(rows, c.n_kv_heads, 64, 132, 64)):
+        variant = chosen
     slots = torch.arange(rows, device=model.device)
     layers = {
         kernels: build_layers("fused", "epilogue", "small_m", model, kernels)[0](rows)
@@ -157,8 +161,8 @@ def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(family, rows
     sizes = {"n_layers": 4, "vocab_size": 5000, "n_positions": 64}
     config = small_config(**FAMILIES.get(family, {}) | width | sizes)
     model = random_model(0, config, std=0.02).to("cuda", dtype)
-    state = DeviceState(rows, 4, model.device)
-    caches = torch.zeros(2, 4, 4 * rows, config.n_kv_heads, 16, 64, device="cuda", dtype=dtype)
+    state = DeviceState(rows, 1, model.device)
+    caches = torch.zeros(2, 4, rows, config.n_kv_heads, 64, 64, device="cuda", dtype=dtype)
 
     def refill(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -169,7 +173,7 @@ def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(family, rows
         state.stops.fill_(-1)
         state.seeds.copy_(torch.randint(2**62, (rows,), generator=generator))
         state.temperatures[::2] = 1.0
-        state.table.copy_(torch.arange(4 * rows).view(rows, 4))
+        state.table.copy_(torch.arange(rows).view(rows, 1))
         torch.manual_seed(seed)
         caches.normal_()
 

@@ -11,9 +11,8 @@ import torch
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
-from tests.roseinfer.kernels.kernel_checks import assert_near
+from tests.roseinfer.kernels.kernel_checks import HOPPER, assert_near
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ACTIVATIONS = "none", "gelu", "swiglu"
 
 

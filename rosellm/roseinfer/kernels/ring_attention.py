@@ -1,0 +1,307 @@
+"""Decode attention on Hopper GPUs whose keys and values are in flight before its queries are ready.
+
+A program attends with the query heads of one KV head to one row. Before it waits for the kernel before it, it
+starts TMA copies of the row's keys and values, in boxes of 64 tokens, into a ring of tiles in shared memory.
+The last box, whose unused slots must be cleared, is copied first, so that it is cleared while the program
+waits for its queries. GEMMs are transposed, ``keys @ q.T`` and ``values.T @ weights.T``: the wide operand of
+``wgmma`` is the box, few query heads are hardly padded, and keys and values never pass through registers.
+"""
+
+from __future__ import annotations
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_options
+from rosellm.roseinfer.kernels.paged_cache import LOG2_E, PagedCache, layer_arguments
+from rosellm.roseinfer.kernels.ring import async_load, described, griddepcontrol, mbarrier
+from rosellm.triton_or_none import gl, gluon, hopper, next_power_of_2
+
+ROLES = {"_ring_attention_kernel": "attention"}
+BOX = 64  # tokens per TMA copy
+WARPS = 4
+
+
+@gluon.jit
+def _box_start(i, n_boxes, first_box):
+    """Return the first token of the i-th box: of the last box for 0, and then of the first and so on."""
+    BOX: gl.constexpr = 64
+    return (first_box + gl.where(i == 0, n_boxes - 1, i - 1)) * BOX
+
+
+@gluon.jit
+def _blocks_of(table_ptr, tile, n_boxes, first_box, BOXES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Load the blocks of a tile's boxes, as a tuple; 0 for boxes that do not exist."""
+    blocks = ()  # type: tuple
+    for box in gl.static_range(BOXES):
+        i = tile * BOXES + box
+        place = table_ptr + _box_start(i, n_boxes, first_box) // BLOCK_SIZE
+        blocks = blocks + (gl.load(place, mask=i < n_boxes, other=0),)
+    return blocks
+
+
+@gluon.jit
+def _start_tile(
+    stage, tile, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
+    H_KV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Start to copy the keys and values of a tile to a stage, box by box."""
+    BOXES: gl.constexpr = len(blocks)
+    bar = bars.index(stage)
+    for box in gl.static_range(BOXES):
+        i = tile * BOXES + box
+        row = (blocks[box] * H_KV + kv_head) * BLOCK_SIZE + _box_start(i, n_boxes, first_box) % BLOCK_SIZE
+        exists = i < n_boxes
+        mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=exists)
+        async_load(k_desc, [row, 0], bar, keys.index(stage * BOXES + box), pred=exists)
+        async_load(v_desc, [row, 0], bar, values.index(stage * BOXES + box), pred=exists)
+        mbarrier.arrive(bar, count=1, pred=i >= n_boxes)
+
+
+@gluon.jit
+def _clear(box, start, first, stop, layout: gl.constexpr):
+    """Clear a box's values outside tokens ``first`` to ``stop`` - 1: they may be NaN, and 0 * NaN is NaN."""
+    token = start + gl.arange(0, box.shape[0], layout=gl.SliceLayout(1, layout))
+    held = box.load(layout)
+    seen = ((token >= first) & (token < stop))[:, None]
+    box.store(gl.where(seen, held, gl.zeros_like(held)))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _parts(ptr, mask, part_stride, PARTS: gl.constexpr):
+    """Load the partial sums of new heads as a tuple."""
+    parts = ()  # type: tuple
+    for part in gl.static_range(PARTS):
+        parts = parts + (gl.load(ptr + part * part_stride, mask=mask, other=0.0),)
+    return parts
+
+
+@gluon.jit
+def _added(parts, dtype: gl.constexpr):
+    """Add up partial sums, and round the result to the cache's dtype."""
+    PARTS: gl.constexpr = len(parts)
+    x = parts[0]
+    for part in gl.static_range(1, PARTS):
+        x += parts[part]
+    return x.to(dtype)
+
+
+@gluon.jit
+def _all(products):
+    """Wait for all products, and return them as a tuple."""
+    COUNT: gl.constexpr = len(products)
+    done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=products)
+    return (done,) if COUNT == 1 else done
+
+
+@gluon.jit
+def _positioned(
+    x, swapped, norm, norm_swapped, cos, sin, eps, D: gl.constexpr, ROTARY: gl.constexpr, NORMS: gl.constexpr
+):
+    """Return heads after norm and rotation, in their dtype, as ``rotary.positioned`` does."""
+    dtype: gl.constexpr = x.dtype
+    if ROTARY:
+        x, swapped = x.to(gl.float32), swapped.to(gl.float32)
+        if NORMS:
+            unit = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
+            x = x * unit * norm
+            swapped = swapped * unit * norm_swapped
+        x = (x * cos + swapped * sin).to(dtype)
+    return x
+
+
+@gluon.jit
+def _ring_attention_kernel(
+    out_ptr, q_ptr, k_ptr, v_ptr, q_stride, kv_stride, part_stride, k_desc, v_desc, k_cache, v_cache,
+    cache_stride, table_ptr, table_stride, positions_ptr, position_stride, cos_sin_ptr, q_norm_ptr,
+    k_norm_ptr, eps, scale, H_KV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    D_PADDED: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, WINDOW: gl.constexpr,
+    BOXES: gl.constexpr, STAGES: gl.constexpr, ROTARY: gl.constexpr, NORMS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Attend with one KV head's queries to a whole row per program, and append the row's new token.
+
+    A tile is BOXES boxes. The output of an inert row is 0.
+    """
+    BOX: gl.constexpr = 64
+    warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = k_desc.dtype
+    heads_layout: gl.constexpr = gl.BlockedLayout([1, D_PADDED // 16], [2, 16], [warps, 1], [1, 0])
+    box_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PADDED, D_PADDED // 8], [warps, 1], [1, 0])
+    mma_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, HEADS, 16]
+    )
+    keys = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, D_PADDED], k_desc.layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, D_PADDED], v_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    row, kv_head = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    position = gl.load(positions_ptr + row * position_stride)
+    table_ptr += row * table_stride
+    first = gl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
+    first_box = first // BOX
+    n_boxes = gl.maximum((position + BOX - 1) // BOX - first_box, 0)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=BOXES)
+    hopper.fence_async_shared()
+    blocks = _blocks_of(table_ptr, 0, n_boxes, first_box, STAGES * BOXES, BLOCK_SIZE)
+    for s in gl.static_range(STAGES):
+        _start_tile(
+            s, s, blocks[s * BOXES : (s + 1) * BOXES], n_boxes, first_box, k_desc, v_desc, keys, values, bars,
+            kv_head, H_KV, BLOCK_SIZE,
+        )  # fmt: skip
+    blocks = _blocks_of(table_ptr, STAGES, n_boxes, first_box, BOXES, BLOCK_SIZE)
+    m = gl.arange(0, HEADS, layout=gl.SliceLayout(1, heads_layout))[:, None]
+    d = gl.arange(0, D_PADDED, layout=gl.SliceLayout(0, heads_layout))
+    cos, sin, q_norm, q_swapped, k_norm, k_swapped = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    HALF: gl.constexpr = D // 2
+    VECTOR: gl.constexpr = 8 if D % 16 == 0 else 4
+    across = gl.where(d < HALF, d + HALF, d - HALF)
+    across = gl.max_contiguous(gl.multiple_of(across, VECTOR), VECTOR)[None, :]
+    d = d[None, :]
+    inside = d < D
+    if ROTARY:
+        angle = cos_sin_ptr + gl.maximum(position, 0).to(gl.int64) * D + d % HALF
+        cos = gl.load(angle, mask=inside, other=0.0)
+        sin = gl.load(angle + HALF, mask=inside, other=0.0)
+        sin = gl.where(d < HALF, -sin, sin)
+    if NORMS:
+        q_norm = gl.load(q_norm_ptr + d, mask=inside, other=0.0).to(gl.float32)
+        q_swapped = gl.load(q_norm_ptr + across, mask=inside, other=0.0).to(gl.float32)
+        k_norm = gl.load(k_norm_ptr + d, mask=inside, other=0.0).to(gl.float32)
+        k_swapped = gl.load(k_norm_ptr + across, mask=inside, other=0.0).to(gl.float32)
+    new_block = gl.load(table_ptr + position // BLOCK_SIZE, mask=position >= 0, other=0)
+    if DEPENDENT:
+        griddepcontrol("wait")
+    if DEPENDENT == 1:
+        griddepcontrol("launch_dependents")
+    # all loads of the new token are issued before any is used
+    seen = (m < GROUP) & inside
+    q_ptr += row * q_stride + kv_head * GROUP * D
+    k_ptr += row * kv_stride + kv_head * D
+    v_ptr += row * kv_stride + kv_head * D
+    q_parts = _parts(q_ptr + m * D + d, seen, part_stride, PARTS)
+    k_parts = _parts(k_ptr + m * 0 + d, inside, part_stride, PARTS)
+    q_across, k_across = q_parts, k_parts
+    if ROTARY:
+        q_across = _parts(q_ptr + m * D + across, seen, part_stride, PARTS)
+        k_across = _parts(k_ptr + m * 0 + across, inside, part_stride, PARTS)
+    i = gl.arange(0, D_PADDED, layout=gl.SliceLayout(1, mma_layout))
+    v_parts = _parts(v_ptr + i, i < D, part_stride, PARTS)
+    if n_boxes > 0:
+        mbarrier.wait(bars.index(0), 0)
+        if position % BOX != 0:
+            _clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, box_layout)
+    if WINDOW:  # the window's first box is the second that is copied, unless it is the last, too
+        if (first % BOX != 0) & (n_boxes > 1):
+            mbarrier.wait(bars.index(1 // BOXES), 0)
+            _clear(values.index(1), first_box * BOX, first, position, box_layout)
+        if (first % BOX != 0) & (n_boxes == 1):
+            _clear(values.index(0), first_box * BOX, first, position, box_layout)
+    q, k, v = _added(q_parts, dtype), _added(k_parts, dtype), _added(v_parts, dtype)
+    q_across, k_across = _added(q_across, dtype), _added(k_across, dtype)
+    q = _positioned(q, q_across, q_norm, q_swapped, cos, sin, eps, D, ROTARY, NORMS)
+    k = _positioned(k, k_across, k_norm, k_swapped, cos, sin, eps, D, ROTARY, NORMS)
+    operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, D_PADDED], dtype)
+    queries = gl.allocate_shared_memory(dtype, [HEADS, D_PADDED], operand)
+    queries.store(q)
+    hopper.fence_async_shared()
+    slot = new_block.to(gl.int64) * cache_stride + (kv_head * BLOCK_SIZE + position % BLOCK_SIZE) * D
+    gl.store(k_cache + slot + m * 0 + d, k, mask=(m == 0) & inside & (position >= 0))
+    gl.store(v_cache + slot + i, v, mask=(i < D) & (position >= 0))
+    of_new = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
+    # the online softmax, from the new token on
+    most = gl.convert_layout(of_new, gl.SliceLayout(0, mma_layout))
+    weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, mma_layout))
+    sums = gl.zeros((BOX, HEADS), gl.float32, mma_layout)
+    acc = v.to(gl.float32)[:, None] + gl.zeros((D_PADDED, HEADS), gl.float32, mma_layout)
+    held: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, BOX], dtype)
+    weights = gl.allocate_shared_memory(dtype, [BOXES, HEADS, BOX], held)
+    token = gl.arange(0, BOX, layout=gl.SliceLayout(1, mma_layout))
+    zeros = gl.zeros((BOX, HEADS), gl.float32, mma_layout)
+    stage = 0
+    phase = 0
+    for tile in range((n_boxes + BOXES - 1) // BOXES):
+        mbarrier.wait(bars.index(stage), phase)
+        scores = ()  # type: tuple
+        for box in gl.static_range(BOXES):
+            at = stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0)  # an absent box repeats one
+            scores = scores + (
+                hopper.warpgroup_mma(keys.index(at), queries.permute((1, 0)), zeros, is_async=True),
+            )
+        scores = _all(scores)
+        highest = gl.full([BOX, HEADS], float("-inf"), gl.float32, mma_layout)
+        masked = ()  # type: tuple
+        for box in gl.static_range(BOXES):
+            i_box = tile * BOXES + box
+            here = _box_start(i_box, n_boxes, first_box) + token
+            attended = (here < position) & (i_box < n_boxes)
+            if WINDOW:
+                attended &= here >= first
+            masked = masked + (gl.where(attended[:, None], scores[box] * scale, float("-inf")),)
+            highest = gl.maximum(highest, masked[box])
+        highest = gl.maximum(most, gl.max(highest, axis=0))
+        rescale = gl.exp2(most - highest)
+        most = highest
+        sums *= rescale[None, :]
+        weight_of_new *= rescale
+        for box in gl.static_range(BOXES):
+            p = gl.exp2(masked[box] - highest[None, :])
+            sums += p
+            weights.index(box).permute((1, 0)).store(p.to(dtype))
+        hopper.fence_async_shared()
+        product = hopper.warpgroup_mma_init(acc * rescale[None, :])
+        for box in gl.static_range(BOXES):
+            at = stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0)
+            product = hopper.warpgroup_mma(
+                values.index(at).permute((1, 0)), weights.index(box).permute((1, 0)), product, is_async=True
+            )
+        acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+        ahead = tile + STAGES
+        _start_tile(
+            stage, ahead, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
+            H_KV, BLOCK_SIZE,
+        )  # fmt: skip
+        blocks = _blocks_of(table_ptr, ahead + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
+        stage += 1
+        wraps = stage == STAGES
+        stage = gl.where(wraps, 0, stage)
+        phase = gl.where(wraps, phase ^ 1, phase)
+    out = acc / (gl.sum(sums, axis=0) + weight_of_new)[None, :]
+    out = gl.where(position >= 0, out, 0.0).to(dtype)
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, mma_layout))[None, :]
+    target = out_ptr + ((row * H_KV + kv_head) * GROUP + head) * D + i[:, None]
+    gl.store(target, out, mask=(head < GROUP) & (i < D)[:, None])
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(s))
+
+
+def takes(group: int, head_dim: int, block_size: int) -> bool:
+    """Return whether the kernel can attend with these sizes."""
+    return group <= 64 and 32 < head_dim <= 128 and head_dim % 8 == 0 and block_size % BOX == 0
+
+
+def ring_attend(
+    *, out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary, window,
+    tile: int, stages: int, dependent: int = False,
+) -> None:  # fmt: skip
+    """Write to ``out`` what ``attention.append_and_attend_ref`` returns for the other arguments.
+
+    tile: tokens attended to at once, a multiple of ``BOX``.
+    stages: number of tiles in flight.
+    """
+    new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, 16)
+    norms = rotary is not None and rotary.q_norm is not None
+    angles = out if rotary is None else rotary.cos_sin
+    q_norm, k_norm = (rotary.q_norm, rotary.k_norm) if norms else (out, out)
+    _ring_attention_kernel[(len(out), shape.H_KV)](
+        out, *new, *_described(cache), *cache, block_table, block_table.stride(0), positions,
+        positions.stride(0), angles, q_norm, k_norm, 0.0 if rotary is None else rotary.eps, scale * LOG2_E,
+        H_KV=shape.H_KV, GROUP=shape.GROUP, HEADS=max(8, next_power_of_2(shape.GROUP)), D=shape.D,
+        D_PADDED=shape.D_PADDED, BLOCK_SIZE=shape.BLOCK_SIZE, PARTS=shape.PARTS, WINDOW=window or 0,
+        BOXES=tile // BOX, STAGES=stages, ROTARY=rotary is not None, NORMS=norms, num_warps=WARPS,
+        **launch_options(dependent),
+    )  # fmt: skip
+
+
+def _described(cache: PagedCache) -> tuple:
+    """Return TMA descriptors of keys and values, of boxes ``[BOX, D_PADDED]``: past D, zeros are read."""
+    width = next_power_of_2(cache.k.shape[3])
+    return tuple(described(x.view(-1, x.shape[3]), BOX, width) for x in (cache.k, cache.v))
