@@ -138,7 +138,7 @@ def ring_rows(
     even = share >= 0.9 and longest <= UNEVEN * (longest if mean is None else mean)
     if reach > (MIDDLE if share < 0.2 else LONG) and not even:
         return None
-    if share * head_dim <= 128:
+    if share * next_power_of_2(head_dim) <= 128:
         return Variant(128, stages=2, ring=1)
     not_short = SHORT < reach <= LONG and (share <= 2 or group == 1)
     return Variant(64, stages=2, ring=1) if not_short else None

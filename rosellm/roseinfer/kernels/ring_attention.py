@@ -9,8 +9,9 @@ waits for its queries. GEMMs are transposed, ``keys @ q.T`` and ``values.T @ wei
 
 from __future__ import annotations
 
+from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
-from rosellm.roseinfer.kernels.paged_cache import LOG2_E, PagedCache, layer_arguments
+from rosellm.roseinfer.kernels.paged_cache import LOG2_E, PagedCache, layer_arguments, rows_of
 from rosellm.roseinfer.kernels.ring import async_load, described, griddepcontrol, mbarrier
 from rosellm.triton_or_none import gl, gluon, hopper, next_power_of_2
 
@@ -56,6 +57,24 @@ def _start_tile(
 
 
 @gluon.jit
+def _start_row(
+    table_ptr, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head, BOXES: gl.constexpr,
+    STAGES: gl.constexpr, H_KV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Start to copy the first tiles, one per stage, and return the blocks of the tile after them."""
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=BOXES)
+    hopper.fence_async_shared()
+    blocks = _blocks_of(table_ptr, 0, n_boxes, first_box, STAGES * BOXES, BLOCK_SIZE)
+    for s in gl.static_range(STAGES):
+        _start_tile(
+            s, s, blocks[s * BOXES : (s + 1) * BOXES], n_boxes, first_box, k_desc, v_desc, keys, values, bars,
+            kv_head, H_KV, BLOCK_SIZE,
+        )  # fmt: skip
+    return _blocks_of(table_ptr, STAGES, n_boxes, first_box, BOXES, BLOCK_SIZE)
+
+
+@gluon.jit
 def _clear(box, start, first, stop, layout: gl.constexpr):
     """Clear a box's values outside tokens ``first`` to ``stop`` - 1: they may be NaN, and 0 * NaN is NaN."""
     token = start + gl.arange(0, box.shape[0], layout=gl.SliceLayout(1, layout))
@@ -63,6 +82,28 @@ def _clear(box, start, first, stop, layout: gl.constexpr):
     seen = ((token >= first) & (token < stop))[:, None]
     box.store(gl.where(seen, held, gl.zeros_like(held)))
     hopper.fence_async_shared()
+
+
+@gluon.jit
+def _clear_unused(
+    values, bars, position, first, first_box, n_boxes, BOXES: gl.constexpr, WINDOW: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Wait for the last box and clear its unused values, and likewise before the window in its first box.
+
+    The window's first box is the second that is copied, unless it is the last, too.
+    """
+    BOX: gl.constexpr = 64
+    if n_boxes > 0:
+        mbarrier.wait(bars.index(0), 0)
+        if position % BOX != 0:
+            _clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, layout)
+    if WINDOW:
+        if (first % BOX != 0) & (n_boxes > 1):
+            mbarrier.wait(bars.index(1 // BOXES), 0)
+            _clear(values.index(1), first_box * BOX, first, position, layout)
+        if (first % BOX != 0) & (n_boxes == 1):
+            _clear(values.index(0), first_box * BOX, first, position, layout)
 
 
 @gluon.jit
@@ -93,180 +134,203 @@ def _all(products):
 
 
 @gluon.jit
-def _positioned(
-    x, swapped, norm, norm_swapped, cos, sin, eps, D: gl.constexpr, ROTARY: gl.constexpr, NORMS: gl.constexpr
-):
+def _load_angles(rotary, position, d, inside, D: gl.constexpr):
+    """Return cosines and signed sines ``[1, D_PADDED]`` of a position, as ``rotary.load_angles`` does."""
+    HALF: gl.constexpr = D // 2
+    angle = rotary.cos_sin + gl.maximum(position, 0).to(gl.int64) * D + d % HALF
+    cos = gl.load(angle, mask=inside, other=0.0)
+    sin = gl.load(angle + HALF, mask=inside, other=0.0)
+    return cos, gl.where(d < HALF, -sin, sin)
+
+
+@gluon.jit
+def _load_norm(ptr, d, across, inside):
+    """Return a norm's weights ``[1, D_PADDED]``, and those with its halves swapped."""
+    norm = gl.load(ptr + d, mask=inside, other=0.0).to(gl.float32)
+    return norm, gl.load(ptr + across, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _load_new(
+    new, row, kv_head, m, d, across, i, GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr,
+    ROTARY: gl.constexpr,
+):  # fmt: skip
+    """Load q and k, both also with their halves swapped, and v: the partial sums of each, as tuples."""
+    inside = d < D
+    seen = (m < GROUP) & inside
+    q_ptr = new.q + row * new.q_stride + kv_head * GROUP * D + m * D
+    k_ptr = new.k + row * new.kv_stride + kv_head * D + m * 0
+    q = _parts(q_ptr + d, seen, new.part_stride, PARTS)
+    k = _parts(k_ptr + d, inside, new.part_stride, PARTS)
+    q_across, k_across = q, k
+    if ROTARY:
+        q_across = _parts(q_ptr + across, seen, new.part_stride, PARTS)
+        k_across = _parts(k_ptr + across, inside, new.part_stride, PARTS)
+    v = _parts(new.v + row * new.kv_stride + kv_head * D + i, i < D, new.part_stride, PARTS)
+    return q, q_across, k, k_across, v
+
+
+@gluon.jit
+def _positioned(x, swapped, norm, angles, eps, D: gl.constexpr, ROTARY: gl.constexpr, NORMS: gl.constexpr):
     """Return heads after norm and rotation, in their dtype, as ``rotary.positioned`` does."""
     dtype: gl.constexpr = x.dtype
     if ROTARY:
         x, swapped = x.to(gl.float32), swapped.to(gl.float32)
         if NORMS:
             unit = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
-            x = x * unit * norm
-            swapped = swapped * unit * norm_swapped
-        x = (x * cos + swapped * sin).to(dtype)
+            x = x * unit * norm[0]
+            swapped = swapped * unit * norm[1]
+        x = (x * angles[0] + swapped * angles[1]).to(dtype)
     return x
 
 
 @gluon.jit
+def _attend_tile(
+    state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
+    WINDOW: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Run the online softmax over a tile whose boxes are in the stages' places ``at``.
+
+    state: maxima ``[HEADS]``, sums of weights ``[BOX, HEADS]``, the new token's weight ``[HEADS]``, and
+        weighted sums of values ``[D_PADDED, HEADS]``.
+    """
+    BOXES: gl.constexpr = len(at)
+    BOX: gl.constexpr = keys.shape[1]
+    most, sums, weight_of_new, acc = state
+    zeros = gl.zeros_like(sums)
+    scores = ()  # type: tuple
+    for box in gl.static_range(BOXES):
+        product = hopper.warpgroup_mma(keys.index(at[box]), queries.permute((1, 0)), zeros, is_async=True)
+        scores = scores + (product,)
+    scores = _all(scores)
+    token = gl.arange(0, BOX, layout=gl.SliceLayout(1, layout))
+    highest = gl.full([BOX, queries.shape[0]], float("-inf"), gl.float32, layout)
+    masked = ()  # type: tuple
+    for box in gl.static_range(BOXES):
+        i = tile * BOXES + box
+        here = _box_start(i, n_boxes, first_box) + token
+        attended = (here < position) & (i < n_boxes)
+        if WINDOW:
+            attended &= here >= first
+        masked = masked + (gl.where(attended[:, None], scores[box] * scale, float("-inf")),)
+        highest = gl.maximum(highest, masked[box])
+    highest = gl.maximum(most, gl.max(highest, axis=0))
+    rescale = gl.exp2(most - highest)
+    sums *= rescale[None, :]
+    for box in gl.static_range(BOXES):
+        p = gl.exp2(masked[box] - highest[None, :])
+        sums += p
+        weights.index(box).permute((1, 0)).store(p.to(weights.dtype))
+    hopper.fence_async_shared()
+    product = hopper.warpgroup_mma_init(acc * rescale[None, :])
+    for box in gl.static_range(BOXES):
+        v, p_held = values.index(at[box]).permute((1, 0)), weights.index(box).permute((1, 0))
+        product = hopper.warpgroup_mma(v, p_held, product, is_async=True)
+    acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+    return highest, sums, weight_of_new * rescale, acc
+
+
+@gluon.jit
 def _ring_attention_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, q_stride, kv_stride, part_stride, k_desc, v_desc, k_cache, v_cache,
-    cache_stride, table_ptr, table_stride, positions_ptr, position_stride, cos_sin_ptr, q_norm_ptr,
-    k_norm_ptr, eps, scale, H_KV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    D_PADDED: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, WINDOW: gl.constexpr,
-    BOXES: gl.constexpr, STAGES: gl.constexpr, ROTARY: gl.constexpr, NORMS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    out_ptr, new, k_desc, v_desc, cache, rows, rotary, scale, shape: gl.constexpr, HEADS: gl.constexpr,
+    WINDOW: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, ROTARY: gl.constexpr,
+    NORMS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Attend with one KV head's queries to a whole row per program, and append the row's new token.
 
     A tile is BOXES boxes. The output of an inert row is 0.
     """
     BOX: gl.constexpr = 64
+    H_KV: gl.constexpr = shape.H_KV
+    GROUP: gl.constexpr = shape.GROUP
+    D: gl.constexpr = shape.D
+    WIDTH: gl.constexpr = shape.D_PADDED
+    BLOCK_SIZE: gl.constexpr = shape.BLOCK_SIZE
+    PARTS: gl.constexpr = shape.PARTS
     warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k_desc.dtype
-    heads_layout: gl.constexpr = gl.BlockedLayout([1, D_PADDED // 16], [2, 16], [warps, 1], [1, 0])
-    box_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PADDED, D_PADDED // 8], [warps, 1], [1, 0])
-    mma_layout: gl.constexpr = gl.NVMMADistributedLayout(
+    heads_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [warps, 1], [1, 0])
+    box_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [warps, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, HEADS, 16]
     )
-    keys = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, D_PADDED], k_desc.layout)
-    values = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, D_PADDED], v_desc.layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, WIDTH], k_desc.layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, WIDTH], v_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row, kv_head = gl.program_id(0).to(gl.int64), gl.program_id(1)
-    position = gl.load(positions_ptr + row * position_stride)
-    table_ptr += row * table_stride
+    position = gl.load(rows.positions + row * rows.position_stride)
+    table_ptr = rows.table + row * rows.table_stride
     first = gl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_box = first // BOX
     n_boxes = gl.maximum((position + BOX - 1) // BOX - first_box, 0)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(bars.index(s), count=BOXES)
-    hopper.fence_async_shared()
-    blocks = _blocks_of(table_ptr, 0, n_boxes, first_box, STAGES * BOXES, BLOCK_SIZE)
-    for s in gl.static_range(STAGES):
-        _start_tile(
-            s, s, blocks[s * BOXES : (s + 1) * BOXES], n_boxes, first_box, k_desc, v_desc, keys, values, bars,
-            kv_head, H_KV, BLOCK_SIZE,
-        )  # fmt: skip
-    blocks = _blocks_of(table_ptr, STAGES, n_boxes, first_box, BOXES, BLOCK_SIZE)
+    blocks = _start_row(
+        table_ptr, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head, BOXES, STAGES, H_KV,
+        BLOCK_SIZE,
+    )  # fmt: skip
     m = gl.arange(0, HEADS, layout=gl.SliceLayout(1, heads_layout))[:, None]
-    d = gl.arange(0, D_PADDED, layout=gl.SliceLayout(0, heads_layout))
-    cos, sin, q_norm, q_swapped, k_norm, k_swapped = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    HALF: gl.constexpr = D // 2
+    d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, heads_layout))
     VECTOR: gl.constexpr = 8 if D % 16 == 0 else 4
-    across = gl.where(d < HALF, d + HALF, d - HALF)
+    across = gl.where(d < D // 2, d + D // 2, d - D // 2)
     across = gl.max_contiguous(gl.multiple_of(across, VECTOR), VECTOR)[None, :]
     d = d[None, :]
     inside = d < D
+    angles, q_norm, k_norm = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
     if ROTARY:
-        angle = cos_sin_ptr + gl.maximum(position, 0).to(gl.int64) * D + d % HALF
-        cos = gl.load(angle, mask=inside, other=0.0)
-        sin = gl.load(angle + HALF, mask=inside, other=0.0)
-        sin = gl.where(d < HALF, -sin, sin)
+        angles = _load_angles(rotary, position, d, inside, D)
     if NORMS:
-        q_norm = gl.load(q_norm_ptr + d, mask=inside, other=0.0).to(gl.float32)
-        q_swapped = gl.load(q_norm_ptr + across, mask=inside, other=0.0).to(gl.float32)
-        k_norm = gl.load(k_norm_ptr + d, mask=inside, other=0.0).to(gl.float32)
-        k_swapped = gl.load(k_norm_ptr + across, mask=inside, other=0.0).to(gl.float32)
+        q_norm = _load_norm(rotary.q_norm, d, across, inside)
+        k_norm = _load_norm(rotary.k_norm, d, across, inside)
     new_block = gl.load(table_ptr + position // BLOCK_SIZE, mask=position >= 0, other=0)
     if DEPENDENT:
         griddepcontrol("wait")
     if DEPENDENT == 1:
         griddepcontrol("launch_dependents")
-    # all loads of the new token are issued before any is used
-    seen = (m < GROUP) & inside
-    q_ptr += row * q_stride + kv_head * GROUP * D
-    k_ptr += row * kv_stride + kv_head * D
-    v_ptr += row * kv_stride + kv_head * D
-    q_parts = _parts(q_ptr + m * D + d, seen, part_stride, PARTS)
-    k_parts = _parts(k_ptr + m * 0 + d, inside, part_stride, PARTS)
-    q_across, k_across = q_parts, k_parts
-    if ROTARY:
-        q_across = _parts(q_ptr + m * D + across, seen, part_stride, PARTS)
-        k_across = _parts(k_ptr + m * 0 + across, inside, part_stride, PARTS)
-    i = gl.arange(0, D_PADDED, layout=gl.SliceLayout(1, mma_layout))
-    v_parts = _parts(v_ptr + i, i < D, part_stride, PARTS)
-    if n_boxes > 0:
-        mbarrier.wait(bars.index(0), 0)
-        if position % BOX != 0:
-            _clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, box_layout)
-    if WINDOW:  # the window's first box is the second that is copied, unless it is the last, too
-        if (first % BOX != 0) & (n_boxes > 1):
-            mbarrier.wait(bars.index(1 // BOXES), 0)
-            _clear(values.index(1), first_box * BOX, first, position, box_layout)
-        if (first % BOX != 0) & (n_boxes == 1):
-            _clear(values.index(0), first_box * BOX, first, position, box_layout)
-    q, k, v = _added(q_parts, dtype), _added(k_parts, dtype), _added(v_parts, dtype)
+    i = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
+    q, q_across, k, k_across, v = _load_new(new, row, kv_head, m, d, across, i, GROUP, D, PARTS, ROTARY)
+    _clear_unused(values, bars, position, first, first_box, n_boxes, BOXES, WINDOW, box_layout)
+    q, k, v = _added(q, dtype), _added(k, dtype), _added(v, dtype)
     q_across, k_across = _added(q_across, dtype), _added(k_across, dtype)
-    q = _positioned(q, q_across, q_norm, q_swapped, cos, sin, eps, D, ROTARY, NORMS)
-    k = _positioned(k, k_across, k_norm, k_swapped, cos, sin, eps, D, ROTARY, NORMS)
-    operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, D_PADDED], dtype)
-    queries = gl.allocate_shared_memory(dtype, [HEADS, D_PADDED], operand)
+    q = _positioned(q, q_across, q_norm, angles, rotary.eps, D, ROTARY, NORMS)
+    k = _positioned(k, k_across, k_norm, angles, rotary.eps, D, ROTARY, NORMS)
+    operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, WIDTH], dtype)
+    queries = gl.allocate_shared_memory(dtype, [HEADS, WIDTH], operand)
     queries.store(q)
     hopper.fence_async_shared()
-    slot = new_block.to(gl.int64) * cache_stride + (kv_head * BLOCK_SIZE + position % BLOCK_SIZE) * D
-    gl.store(k_cache + slot + m * 0 + d, k, mask=(m == 0) & inside & (position >= 0))
-    gl.store(v_cache + slot + i, v, mask=(i < D) & (position >= 0))
-    of_new = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
+    slot = new_block.to(gl.int64) * cache.stride + (kv_head * BLOCK_SIZE + position % BLOCK_SIZE) * D
+    gl.store(cache.k + slot + m * 0 + d, k, mask=(m == 0) & inside & (position >= 0))
+    gl.store(cache.v + slot + i, v, mask=(i < D) & (position >= 0))
     # the online softmax, from the new token on
-    most = gl.convert_layout(of_new, gl.SliceLayout(0, mma_layout))
-    weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, mma_layout))
-    sums = gl.zeros((BOX, HEADS), gl.float32, mma_layout)
-    acc = v.to(gl.float32)[:, None] + gl.zeros((D_PADDED, HEADS), gl.float32, mma_layout)
+    score = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
+    most = gl.convert_layout(score, gl.SliceLayout(0, layout))
+    weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, layout))
+    acc = v.to(gl.float32)[:, None] + gl.zeros((WIDTH, HEADS), gl.float32, layout)
+    state = most, gl.zeros((BOX, HEADS), gl.float32, layout), weight_of_new, acc
     held: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, BOX], dtype)
     weights = gl.allocate_shared_memory(dtype, [BOXES, HEADS, BOX], held)
-    token = gl.arange(0, BOX, layout=gl.SliceLayout(1, mma_layout))
-    zeros = gl.zeros((BOX, HEADS), gl.float32, mma_layout)
     stage = 0
     phase = 0
     for tile in range((n_boxes + BOXES - 1) // BOXES):
         mbarrier.wait(bars.index(stage), phase)
-        scores = ()  # type: tuple
-        for box in gl.static_range(BOXES):
-            at = stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0)  # an absent box repeats one
-            scores = scores + (
-                hopper.warpgroup_mma(keys.index(at), queries.permute((1, 0)), zeros, is_async=True),
-            )
-        scores = _all(scores)
-        highest = gl.full([BOX, HEADS], float("-inf"), gl.float32, mma_layout)
-        masked = ()  # type: tuple
-        for box in gl.static_range(BOXES):
-            i_box = tile * BOXES + box
-            here = _box_start(i_box, n_boxes, first_box) + token
-            attended = (here < position) & (i_box < n_boxes)
-            if WINDOW:
-                attended &= here >= first
-            masked = masked + (gl.where(attended[:, None], scores[box] * scale, float("-inf")),)
-            highest = gl.maximum(highest, masked[box])
-        highest = gl.maximum(most, gl.max(highest, axis=0))
-        rescale = gl.exp2(most - highest)
-        most = highest
-        sums *= rescale[None, :]
-        weight_of_new *= rescale
-        for box in gl.static_range(BOXES):
-            p = gl.exp2(masked[box] - highest[None, :])
-            sums += p
-            weights.index(box).permute((1, 0)).store(p.to(dtype))
-        hopper.fence_async_shared()
-        product = hopper.warpgroup_mma_init(acc * rescale[None, :])
-        for box in gl.static_range(BOXES):
-            at = stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0)
-            product = hopper.warpgroup_mma(
-                values.index(at).permute((1, 0)), weights.index(box).permute((1, 0)), product, is_async=True
-            )
-        acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-        ahead = tile + STAGES
+        at = ()  # type: tuple
+        for box in gl.static_range(BOXES):  # an absent box repeats the tile's first
+            at = at + (stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0),)
+        state = _attend_tile(
+            state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
+            WINDOW, layout,
+        )  # fmt: skip
         _start_tile(
-            stage, ahead, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
+            stage, tile + STAGES, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
             H_KV, BLOCK_SIZE,
         )  # fmt: skip
-        blocks = _blocks_of(table_ptr, ahead + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
+        blocks = _blocks_of(table_ptr, tile + STAGES + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
+    _, sums, weight_of_new, acc = state
     out = acc / (gl.sum(sums, axis=0) + weight_of_new)[None, :]
     out = gl.where(position >= 0, out, 0.0).to(dtype)
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, mma_layout))[None, :]
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))[None, :]
     target = out_ptr + ((row * H_KV + kv_head) * GROUP + head) * D + i[:, None]
     gl.store(target, out, mask=(head < GROUP) & (i < D)[:, None])
     for s in gl.static_range(STAGES):
@@ -289,15 +353,14 @@ def ring_attend(
     """
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, 16)
     norms = rotary is not None and rotary.q_norm is not None
-    angles = out if rotary is None else rotary.cos_sin
-    q_norm, k_norm = (rotary.q_norm, rotary.k_norm) if norms else (out, out)
+    if rotary is None:
+        rotary = Rotary(out, out, out, 0.0)
+    elif not norms:
+        rotary = rotary._replace(q_norm=out, k_norm=out)
     _ring_attention_kernel[(len(out), shape.H_KV)](
-        out, *new, *_described(cache), *cache, block_table, block_table.stride(0), positions,
-        positions.stride(0), angles, q_norm, k_norm, 0.0 if rotary is None else rotary.eps, scale * LOG2_E,
-        H_KV=shape.H_KV, GROUP=shape.GROUP, HEADS=max(8, next_power_of_2(shape.GROUP)), D=shape.D,
-        D_PADDED=shape.D_PADDED, BLOCK_SIZE=shape.BLOCK_SIZE, PARTS=shape.PARTS, WINDOW=window or 0,
-        BOXES=tile // BOX, STAGES=stages, ROTARY=rotary is not None, NORMS=norms, num_warps=WARPS,
-        **launch_options(dependent),
+        out, new, *_described(cache), cache, rows_of(block_table, positions), rotary, scale * LOG2_E, shape,
+        HEADS=max(8, next_power_of_2(shape.GROUP)), WINDOW=window or 0, BOXES=tile // BOX, STAGES=stages,
+        ROTARY=rotary.cos_sin is not out, NORMS=norms, num_warps=WARPS, **launch_options(dependent),
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan, make_plan_ref
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan, make_plan_ref, ring_rows
+from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import every_device, guarded
 from tests.roseinfer.kernels.test_rotary import strided
 
@@ -52,3 +53,15 @@ def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window
     arguments = strided(positions, device), Variant(tile, pieces, lead=lead), window
     found, expected = (make(*arguments) for make in (make_plan, make_plan_ref))
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+
+
+@given(st.integers(1, 64), st.integers(1, 32), st.integers(0, 5000), st.integers(1, 8), st.integers(33, 128))
+def test_short_rows_are_in_flight_only_if_the_shared_memory_holds_all_programs(
+    rows, kv_heads, longest, group, head_dim
+):
+    num_sms, padded = 132, 64 if head_dim <= 64 else 128
+    variant = ring_rows(rows, kv_heads, longest, num_sms, group, head_dim, longest)
+    if variant is not None:
+        bytes_of_one = variant.stages * variant.tile * padded * 2 * 2
+        fit = num_sms * (SHARED_MEMORY[90] // (bytes_of_one + 5000))
+        assert variant.pieces == 0 and (longest > 128 or rows * kv_heads <= fit)

@@ -1,0 +1,60 @@
+"""Which kernel a step's attention takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rosellm.roseinfer.assembly import build_cache
+from rosellm.roseinfer.kernels import ring
+from rosellm.roseinfer.kernels.attention_plan import Variant
+from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT
+from rosellm.roseinfer.layers.attention import build_binder
+from rosellm.roseinfer.recipe import BEST_RUNG
+from tests.helpers import FAMILIES, random_model, small_config
+
+NARROW = FAMILIES["qwen3"] | {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "n_layers": 1}
+WIDE = NARROW | {"d_model": 2048, "d_ff": 64}
+MANY_HEADS = NARROW | {"n_heads": 16, "n_kv_heads": 16}
+SMALL_HEADS = NARROW | {"head_dim": 32}
+OF_ANOTHER = replace(TRITON, append_and_attend=lambda **operands: TRITON.append_and_attend(**operands))
+
+
+def in_flight(shape, rows: int, kernels=TRITON, block_size=64, longest=300) -> bool:
+    model = random_model(0, small_config(**shape))
+    binder = build_binder("split", kernels, build_cache(BEST_RUNG, model, block_size, 4), model)
+    binder.num_sms = 132
+    return bool(Variant.parse(binder.variant(rows, longest, longest)).ring)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(ring, "runs_on", lambda *_arguments: True)
+
+
+@pytest.mark.parametrize("kernels", [TRITON, TRITON_DEPENDENT], ids=["ordinary", "dependent"])
+@pytest.mark.parametrize(("shape", "fewest"), [(NARROW, 1), (WIDE, 2), (MANY_HEADS, 2)])
+def test_keys_are_in_flight_from_one_sequence_on_unless_its_gemms_would_lose(
+    shape, fewest, kernels, on_hopper
+):
+    assert [in_flight(shape, rows, kernels) for rows in (1, 2, 8)] == [fewest == 1, True, True]
+
+
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [
+        (NARROW, {"rows": 2, "longest": 5000}),
+        (MANY_HEADS, {"rows": 64, "longest": 100}),
+        (NARROW, {"rows": 2, "block_size": 16}),
+        (SMALL_HEADS, {"rows": 2}),
+        (NARROW, {"rows": 2, "kernels": OF_ANOTHER}),
+    ],
+    ids=["long rows are cut", "many short rows", "small blocks", "small heads", "a reader's kernel"],
+)
+def test_others_load_keys_as_before(shape, given, on_hopper):
+    assert in_flight(NARROW, 2) and not in_flight(shape, **given)
+
+
+def test_without_a_hopper_gpu_no_keys_are_in_flight():
+    assert not in_flight(NARROW, 2)
