@@ -1,15 +1,17 @@
 """Compiles the best rung's kernels without a GPU: ``compile_step_kernels CAPABILITY OUTPUT.json``.
 
 Engines of some models' shapes launch them as in a warm-up, but a stand-in for Triton's driver names the
-target, and nothing is run. The output lists ``[kernel, PTX, dependent, bytes of shared memory]`` of the
-kernels of the rung that is best for a GPU of that compute capability. For 8.0 and 10.0 the PTX is assembled,
-too. To be started with TRITON_INTERPRET=0.
+target, and nothing is run. The output lists ``[kernel, PTX, dependent, bytes of shared memory, pointers]`` of
+the kernels of the rung that is best for a GPU of that compute capability; pointers are the names of the
+arguments that are pointers or TMA descriptors, in the order of the PTX's parameters. For 8.0 and 10.0 the PTX
+is assembled, too. To be started with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +57,17 @@ def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows
         run()
 
 
+def pointers(signature: dict[str, Any]) -> Iterator[str]:
+    """The names of the pointers and TMA descriptors, and a tuple's name for each of its own."""
+    for name, kind in signature.items():
+        if isinstance(kind, (tuple, list)):
+            yield from (name for _ in pointers(dict(enumerate(kind))))
+        elif kind.startswith(("*", "tensordesc")):
+            yield name
+
+
 @torch.inference_mode()
-def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
+def compiled_for(capability: int) -> list[tuple[str, str, bool, int, list[str]]]:
     """Each capability is a device of its own to Triton, which keeps a device's kernels."""
     target = GPUTarget("cuda", capability, 32)
     current = {"device": lambda: capability, "stream": lambda device: 0, "target": lambda: target}
@@ -66,7 +77,8 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
     def compile_only(self, *args, grid, warmup, **options):
         kernel = RUN(self, *args, grid=grid, warmup=True, **options)
         dependent = bool(options.get("DEPENDENT", False))
-        compiled[kernel.hash] = self.__name__, kernel.asm["ptx"], dependent, kernel.metadata.shared
+        named = self.__name__, kernel.asm["ptx"], dependent, kernel.metadata.shared
+        compiled[kernel.hash] = *named, list(pointers(kernel.src.signature))
         return kernel
 
     JITFunction.run = compile_only

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -35,8 +36,8 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 
 
 @pytest.fixture
-def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, int]]:
-    """Kernel, PTX, dependent, shared bytes, as the wrappers launch them on a GPU of ``capability``.
+def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, int, list[str]]]:
+    """Kernel, PTX, dependent, shared bytes, pointers, as the wrappers launch them on a GPU of ``capability``.
 
     Compiled once for the same kernels: pytest's cache keeps the result.
     """
@@ -70,11 +71,34 @@ def places(pattern: str, ptx: str) -> list[int]:
 def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> None:
     waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
     assert len(waits) == len(releases) == 1 and waits < releases, name
-    writes, reads = places(r"\bst\.global", ptx), places(r"\b(ld|cp\.async\.bulk\.tensor\S*)\.global", ptx)
+    writes = places(r"\bst\.global", ptx)
     assert writes and min(writes) > waits[0], name
-    in_flight = {"_few_rows_kernel": 2, "_ring_kernel": 2, "_decode_attention_kernel": 8}  # before the wait
-    in_flight |= {"_ring_attention_kernel": 8}
-    assert name not in in_flight or sum(read < waits[0] for read in reads) > in_flight[name], name
+
+
+def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
+    """How many loads and bulk copies, up to an instruction, compute their addresses from each argument."""
+    entry, body = re.split(r"\)\n", ptx[ptx.index(".entry") :], maxsplit=1)
+    declared = re.findall(r"\.param (?=.*(?:\.ptr|\.b8) ).*?(\w+_param_\d+)", entry)
+    name_of = dict(zip(declared, pointers, strict=False))  # the last two are the compiler's own
+    origins: dict[str, set[str]] = {}
+    found: Counter[str] = Counter()
+    for line in body[: body.rindex(until)].splitlines():
+        operation = re.sub(r"^\s*(@!?%p\d+ )?", "", line)
+        target, _, sources = operation.partition(",")
+        operands = operation if re.match(r"cp\.async\.bulk\.tensor", operation) else sources or operation
+        used = {name_of[it] for it in re.findall(r"\w+_param_\d+", operands) if it in name_of}
+        used |= {it for one in re.findall(r"%rd\d+", operands) for it in origins.get(one, ())}
+        if re.match(r"(ld|cp\.async\.bulk\.tensor\S*)\.global", operation):
+            found.update(used)
+        elif written := re.findall(r"%rd\d+", target):
+            origins[written[0]] = used
+    return found
+
+
+WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x_desc", "x_tiles", "delta_ptr"}
+WRITTEN |= {"new", "hidden_ptr", "hidden_tiles"}  # by the kernel before, or by this one
+IN_FLIGHT = {"_ring_kernel": "w_desc", "_few_rows_kernel": "weight_ptr"}
+IN_FLIGHT |= {"_ring_attention_kernel": "k_desc", "_decode_attention_kernel": "cache"}
 
 
 @pytest.mark.timeout(2000)  # all kernels are compiled: minutes on a busy machine
@@ -84,13 +108,16 @@ def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled
     """Dependent launches from 9.0 on, ordinary ones before."""
     kernels = KERNELS | {"_ring", "_ring_attention"} if capability == 90 else KERNELS
     assert {name.removesuffix("_kernel") for name, *_ in compiled} == kernels
-    for name, ptx, dependent, shared in compiled:
+    for name, ptx, dependent, shared, pointers in compiled:
         assert f".target sm_{capability}" in ptx
         assert shared <= SHARED_MEMORY[capability], name
         assert dependent == (capability >= 90), name
         assert ("griddepcontrol" in ptx) == dependent, name
         if capability == 90:
             assert_waits_once_then_releases_once_then_writes(name, ptx)
+            early, ever = (arguments_read(ptx, pointers, it) for it in ("griddepcontrol.wait", "ret;"))
+            assert not WRITTEN & set(early), name
+            assert name not in IN_FLIGHT or (early[IN_FLIGHT[name]] > 1 and WRITTEN & set(ever)), name
 
 
 Chain = Callable[[Kernels], tuple[Tensor, ...]]
