@@ -147,6 +147,19 @@ def steps_table(text: str) -> Claims:
     return claims
 
 
+def heads(text: str) -> Claims:
+    """How much longer the slowest head of few sequences takes than reading its weights, in per cent."""
+    found = re.search(r"The head\*\* of the modern models takes at most (\d+)% longer", text)
+    assert found
+    longer = []
+    for model, size, *_ in rows(text, "steps"):
+        batch, context = (int(number(one)) for one in size.split("×"))
+        if batch <= 16 and model != "GPT-2 small":
+            head = load_exhibit("roles_chart").by_role(ledgers(model)[batch, context])["head"]
+            longer.append(100 * (head.us / head.floor_us - 1))
+    return [(max(longer), found[1])]
+
+
 def rows_table(text: str) -> Claims:
     """A step of several sequences, as a multiple of a step of one, and how fast it reads."""
     claims: Claims = []
@@ -217,7 +230,7 @@ def prompts_table(text: str) -> Claims:
 CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
-        *(floor_speed, steps_table, rows_table, tuned_table, whole_runs, prompts_table),
+        *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, prompts_table),
         *(single_streams, recorded_streams, trials),
     ),
 }
