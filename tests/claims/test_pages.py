@@ -66,11 +66,11 @@ TRIALS = {
     ),
     "flight_trials": (
         "keys and values in flight",
-        "keys and values in flight for many short sequences",
-        "keys and values in flight for one sequence of a wide model",
+        "keys and values in flight: many sequences",
+        "keys and values in flight: one sequence",
         "128 weight rows per program",
         "128 weight rows in fewer programs",
-        "q, k and v of 4,096 features in two ranges",
+        "q, k and v of Llama-3.1-8B in two ranges",
         "norms at the end of the GEMM before them",
     ),
 }

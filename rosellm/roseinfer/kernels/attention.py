@@ -398,10 +398,11 @@ def append_and_attend(
     _check(plan, window)
     variant, out = plan.variant, k_cache_layer.new_empty(q.shape[-3:])
     if variant.ring:
-        given = {"block_table": block_table, "positions": positions, "rotary": rotary, "window": window}
-        given |= {"k_cache_layer": k_cache_layer, "v_cache_layer": v_cache_layer, "scale": scale}
-        given |= {"tile": variant.tile, "stages": variant.stages, "dependent": dependent}
-        ring_attend(out=out, q=q, k_new=k_new, v_new=v_new, **given)
+        ring_attend(
+            out=out, q=q, k_new=k_new, v_new=v_new, k_cache_layer=k_cache_layer, v_cache_layer=v_cache_layer,
+            block_table=block_table, positions=positions, scale=scale, rotary=rotary, window=window,
+            tile=variant.tile, stages=variant.stages, dependent=dependent,
+        )  # fmt: skip
         return out
     batch, group = len(out), out.shape[1] // k_new.shape[-2]
     smallest = SMALLEST_DOT if group > 1 or variant.dot else 1

@@ -20,7 +20,7 @@ from rosellm.triton_or_none import next_power_of_2, tl, triton
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
 PLANNED_ROWS = 32  # the fewest; smaller batches share a kernel
-SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
+SHORT, MIDDLE, LONG, LONGEST = 128, 512, 1024, 8192  # cached tokens
 UNEVEN, UNEVEN_FROM = 1.5, 4  # ratio of longest to mean context; programs per SM
 
 
@@ -38,8 +38,9 @@ class Variant(NamedTuple):
     dot: 1 runs GEMMs on tensor cores, as for several query heads per KV head, with the query repeated to
         ``SMALLEST_DOT`` rows. Only for KV heads with a single query head.
     lead: number of tiles that starting a row counts as, when rows are cut into pieces.
-    ring: 1 copies tiles of keys and values to ``stages`` stages of shared memory before the queries are
-        ready, by the kernel of :mod:`ring_attention`; rows must be whole.
+    ring: 1 takes the kernel of :mod:`ring_attention`, which copies ``stages`` tiles of keys and values to
+        shared memory before the queries are ready. Rows must be whole; warps, lanes, dot and lead have no
+        effect.
     """
 
     tile: int
@@ -129,18 +130,17 @@ def ring_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant | None:
-    """Return the variant whose keys and values are in flight first, or None where others are faster.
+    """Return the variant that copies keys and values ahead of the queries, or None if others are faster.
 
-    Arguments as in :func:`variant_for`. It is faster if the shared memory holds the tiles of all programs at
-    once, or else if the rows are not short; but long rows are split, unless they fill the GPU evenly.
+    Arguments as in :func:`variant_for`. It is faster if the shared memory holds two tiles of 128 tokens of
+    every program, or else if the rows are not short. Long rows are split, unless they fill the GPU evenly.
     """
     reach, share = next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
-    even = share >= 0.9 and longest <= UNEVEN * (longest if mean is None else mean)
-    if reach > (MIDDLE if share < 0.2 else LONG) and not even:
-        return None
+    is_even = mean is None or longest <= UNEVEN * mean
     if share * next_power_of_2(head_dim) <= 128:
-        return Variant(128, stages=2, ring=1)
-    not_short = SHORT < reach <= LONG and (share <= 2 or group == 1)
+        most = LONGEST if share >= 0.9 and is_even else LONG if share >= 0.2 else MIDDLE
+        return Variant(128, stages=2, ring=1) if reach <= most else None
+    not_short = SHORT < reach <= LONG and (share <= 2 or (group == 1 and is_even))
     return Variant(64, stages=2, ring=1) if not_short else None
 
 

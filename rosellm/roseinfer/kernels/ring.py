@@ -165,7 +165,7 @@ def parts_of(rows: int, n: int, k: int, most_programs: int = NUM_SMS) -> int:
 def block_n_of(rows: int, n: int, parts: int) -> int:
     """Return the number of weight rows per program.
 
-    Twice as many read x half as often, but are faster only if enough programs are left.
+    Doubling it halves the reads of x, but is faster only if there are still enough programs.
     """
     return 2 * BLOCK_N if rows > 32 and parts == 1 and n > 3 * BLOCK_N * NUM_SMS else BLOCK_N
 

@@ -1,14 +1,15 @@
-"""Decode attention on Hopper GPUs whose keys and values are in flight before its queries are ready.
+"""Decode attention for Hopper GPUs that starts to copy keys and values before its queries are ready.
 
 A program attends with the query heads of one KV head to one row. Before it waits for the kernel before it, it
 starts TMA copies of the row's keys and values, in boxes of 64 tokens, into a ring of tiles in shared memory.
 The last box, whose unused slots must be cleared, is copied first, so that it is cleared while the program
 waits for its queries. GEMMs are transposed, ``keys @ q.T`` and ``values.T @ weights.T``: the wide operand of
-``wgmma`` is the box, few query heads are hardly padded, and keys and values never pass through registers.
+``wgmma`` is the box, few query heads need little padding, and keys and values never pass through registers.
 """
 
 from __future__ import annotations
 
+from rosellm.errors import OptionError
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.paged_cache import LOG2_E, PagedCache, layer_arguments, rows_of
@@ -89,21 +90,20 @@ def _clear_unused(
     values, bars, position, first, first_box, n_boxes, BOXES: gl.constexpr, WINDOW: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the last box and clear its unused values, and likewise before the window in its first box.
+    """Wait for the last box and clear its unused values; do likewise with the window's first box.
 
     The window's first box is the second that is copied, unless it is the last, too.
     """
     BOX: gl.constexpr = 64
     if n_boxes > 0:
         mbarrier.wait(bars.index(0), 0)
-        if position % BOX != 0:
+        if (position % BOX != 0) | ((n_boxes == 1) & (first % BOX != 0)):
             _clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, layout)
     if WINDOW:
-        if (first % BOX != 0) & (n_boxes > 1):
+        is_cut = (n_boxes > 1) & (first % BOX != 0)
+        if is_cut:
             mbarrier.wait(bars.index(1 // BOXES), 0)
             _clear(values.index(1), first_box * BOX, first, position, layout)
-        if (first % BOX != 0) & (n_boxes == 1):
-            _clear(values.index(0), first_box * BOX, first, position, layout)
 
 
 @gluon.jit
@@ -269,9 +269,8 @@ def _ring_attention_kernel(
     )  # fmt: skip
     m = gl.arange(0, HEADS, layout=gl.SliceLayout(1, heads_layout))[:, None]
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, heads_layout))
-    VECTOR: gl.constexpr = 8 if D % 16 == 0 else 4
     across = gl.where(d < D // 2, d + D // 2, d - D // 2)
-    across = gl.max_contiguous(gl.multiple_of(across, VECTOR), VECTOR)[None, :]
+    across = gl.max_contiguous(gl.multiple_of(across, 8), 8)[None, :]
     d = d[None, :]
     inside = d < D
     angles, q_norm, k_norm = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
@@ -339,7 +338,7 @@ def _ring_attention_kernel(
 
 def takes(group: int, head_dim: int, block_size: int) -> bool:
     """Return whether the kernel can attend with these sizes."""
-    return group <= 64 and 32 < head_dim <= 128 and head_dim % 8 == 0 and block_size % BOX == 0
+    return group <= 16 and head_dim in (64, 80, 96, 128) and block_size % BOX == 0
 
 
 def ring_attend(
@@ -350,7 +349,11 @@ def ring_attend(
 
     tile: tokens attended to at once, a multiple of ``BOX``.
     stages: number of tiles in flight.
+
+    Raises ``OptionError`` if the kernel cannot run with these sizes.
     """
+    if tile % BOX or (window and stages * tile < 2 * BOX):
+        raise OptionError(f"{stages} tiles of {tile} tokens in flight are not at least two boxes of {BOX}")
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, 16)
     norms = rotary is not None and rotary.q_norm is not None
     if rotary is None:

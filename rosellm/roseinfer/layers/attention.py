@@ -121,9 +121,9 @@ class TorchAppendAndAttend(Binder):
 class SplitAppendAndAttend(AppendAndAttend):
     """An :class:`AppendAndAttend` that splits contexts into equal pieces where that is faster.
 
-    On Hopper GPUs, keys and values of few rows are copied before the queries are ready. With a single row, of
-    wide models or many KV heads, the GEMMs would lose more than attention gains: they load through the L1
-    cache, which is smaller on a multiprocessor that a program with much shared memory has used.
+    On Hopper GPUs, keys and values are copied before the queries are ready, where that is faster. For a
+    single row, wide models and models with many KV heads do not use it: their GEMMs would slow down by more
+    than attention gains, probably because shared memory is taken from the L1 cache that they load through.
     """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
@@ -134,8 +134,8 @@ class SplitAppendAndAttend(AppendAndAttend):
         self.fewest_rows = 1 if c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS else 2
 
     def choose(self, rows: int, *sizes: Any) -> Variant:
-        has_ring = self.has_ring and rows >= self.fewest_rows
-        return (has_ring and ring_rows(rows, *sizes)) or variant_for(rows, *sizes)
+        in_flight = ring_rows(rows, *sizes) if self.has_ring and rows >= self.fewest_rows else None
+        return in_flight or variant_for(rows, *sizes)
 
 
 BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {

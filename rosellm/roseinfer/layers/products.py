@@ -20,7 +20,7 @@ from rosellm.roseinfer.kernels.tuned import choice_of
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
-QKV_PROGRAMS = 180  # at most, of the projection of fewer than 4,096 features to q, k and v by the ring
+QKV_PROGRAMS = 180  # most programs of the projection to q, k and v by the ring, for K below 4,096
 
 
 class Products(Protocol):

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from rosellm.errors import OptionError
 from rosellm.roseinfer.kernels.attention import append_and_attend, append_and_attend_ref
-from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan, variant_for
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, make_plan, variant_for
 from rosellm.roseinfer.kernels.ring_attention import takes
 from rosellm.roseinfer.kernels.rotary import positioned_ref
 from tests.helpers import DTYPES, LARGE, bits
@@ -150,6 +151,12 @@ def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     for variant in (chosen, *others):
         case = make_case(positions, rotary="norms", window=700, **shape, dtype=dtype, device="cuda")
         assert_attends_as_specified(case, variant)
+
+
+def test_a_window_needs_two_boxes_in_flight():
+    case = make_case([200], window=70, block_size=64, dtype=torch.bfloat16)
+    with pytest.raises(OptionError, match="1 tiles of 64 tokens"):
+        append_and_attend(**case, plan=Plan(Variant(64, ring=1), 70))
 
 
 @pytest.mark.gpu

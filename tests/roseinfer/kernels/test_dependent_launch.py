@@ -153,7 +153,9 @@ def step_of(model, state: DeviceState, caches: Tensor):
     """The step as a chain of kernels: the plan of attention, layers over the paged cache, head, advance."""
     rows, c = len(state.rows), model.config
     variant = variant_for(rows, c.n_kv_heads, 64, 132, c.group, c.head_dim)._replace(pieces=40)
-    if ring.runs_on(model.device, model.dtype) and (chosen := ring_rows(rows, c.n_kv_heads, 64, 132, 64)):
+    if ring.runs_on(model.device, model.dtype) and (
+        chosen := ring_rows(rows, c.n_kv_heads, 64, 132, c.group, c.head_dim)
+    ):
         variant = chosen
     slots = torch.arange(rows, device=model.device)
     layers = {
