@@ -87,10 +87,10 @@ def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
         target, _, sources = operation.partition(",")
         operands = operation if re.match(r"cp\.async\.bulk\.tensor", operation) else sources or operation
         used = {name_of[it] for it in re.findall(r"\w+_param_\d+", operands) if it in name_of}
-        used |= {it for one in re.findall(r"%rd\d+", operands) for it in origins.get(one, ())}
+        used |= {it for one in re.findall(r"%rd?\d+", operands) for it in origins.get(one, ())}
         if re.match(r"(ld|cp\.async\.bulk\.tensor\S*)\.global", operation):
             found.update(used)
-        elif written := re.findall(r"%rd\d+", target):
+        elif written := re.findall(r"%rd?\d+", target):
             origins[written[0]] = used
     return found
 
