@@ -203,6 +203,24 @@ def whole_runs(text: str) -> Claims:
     return claims
 
 
+def first_tokens(text: str) -> Claims:
+    """The median of each process, in the order of the page."""
+    said = re.search(
+        r"take ([\d.]+) ms and ([\d.]+) ms in.*?took ([\d.]+) ms and ([\d.]+) ms.*?takes ([\d.]+) ms",
+        text,
+        re.S,
+    )
+    assert said
+    figures = H200.figures("first_token")
+    runs = [
+        *figures["Qwen3-0.6B"]["after"],
+        *figures["Qwen3-0.6B"]["before"],
+        *figures["Llama-3.2-1B"]["after"],
+    ]
+    assert all(0.2 < one["median_ms"] - one["engine_prefill_ms"] < 0.35 for one in runs)
+    return list(zip((one["median_ms"] for one in runs), said.groups(), strict=True))
+
+
 def trials(text: str) -> Claims:
     """The least and the greatest multiple of a step of each form of GEMMs and attention that was tried."""
     claims: Claims = []
@@ -230,7 +248,7 @@ def prompts_table(text: str) -> Claims:
 CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
-        *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, prompts_table),
+        *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, first_tokens, prompts_table),
         *(single_streams, recorded_streams, trials),
     ),
 }
