@@ -57,10 +57,16 @@ def test_k_is_split_until_the_gpu_is_full_but_not_into_crumbs(n, k):
 
 def test_a_program_has_a_stage_to_fill_while_it_multiplies_another():
     """With a single stage, it would wait for ever for its second tile."""
-    for rows, programs, tiles in product((8, 16, 32, 64, 128), (1, 132, 133, 448, 2000), (1, 2, 3, 40)):
-        stages = ring.stages_of(rows, programs, tiles)
+    sizes = (8, 16, 32, 64, 128), (1, 132, 133, 448, 2000), (1, 2, 3, 40), (64, 128)
+    for rows, programs, tiles, block_n in product(*sizes):
+        stages = ring.stages_of(rows, programs, tiles, block_n)
         assert min(2, tiles) <= stages <= min(tiles, ring.MOST_STAGES)
-        assert stages * (ring.BLOCK_N + rows) * ring.BLOCK_K * 2 < SHARED_MEMORY[90]
+        assert stages * (block_n + rows) * ring.BLOCK_K * 2 < SHARED_MEMORY[90]
+
+
+def test_a_program_owns_128_weight_rows_only_with_many_rows_of_x_and_programs_enough():
+    assert [ring.block_n_of(64, n, 1) for n in (4096, 16_384, 19_456, 28_672)] == [64, 64, 64, 128]
+    assert ring.block_n_of(32, 28_672, 1) == ring.block_n_of(64, 28_672, 2) == 64
 
 
 def test_on_a_cpu_no_product_is_by_ring():
