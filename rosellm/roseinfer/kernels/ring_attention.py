@@ -185,6 +185,18 @@ def _positioned(x, swapped, norm, angles, eps, D: gl.constexpr, ROTARY: gl.const
 
 
 @gluon.jit
+def _start_softmax(
+    q, k, v, scale, BOX: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
+):
+    """Return the state of the online softmax, as in :func:`_attend_tile`, after the new token alone."""
+    score = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
+    most = gl.convert_layout(score, gl.SliceLayout(0, layout))
+    weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, layout))
+    acc = v.to(gl.float32)[:, None] + gl.zeros((WIDTH, HEADS), gl.float32, layout)
+    return most, gl.zeros((BOX, HEADS), gl.float32, layout), weight_of_new, acc
+
+
+@gluon.jit
 def _attend_tile(
     state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
     WINDOW: gl.constexpr, layout: gl.constexpr,
@@ -228,6 +240,19 @@ def _attend_tile(
         product = hopper.warpgroup_mma(v, p_held, product, is_async=True)
     acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(product,))
     return highest, sums, weight_of_new * rescale, acc
+
+
+@gluon.jit
+def _store_heads(
+    out_ptr, state, position, i, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Store the attention of one KV head's queries; 0 for an inert row."""
+    _, sums, weight_of_new, acc = state
+    out = acc / (gl.sum(sums, axis=0) + weight_of_new)[None, :]
+    out = gl.where(position >= 0, out, 0.0).to(out_ptr.dtype.element_ty)
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))[None, :]
+    gl.store(out_ptr + head * D + i[:, None], out, mask=(head < GROUP) & (i < D)[:, None])
 
 
 @gluon.jit
@@ -298,12 +323,7 @@ def _ring_attention_kernel(
     slot = new_block.to(gl.int64) * cache.stride + (kv_head * BLOCK_SIZE + position % BLOCK_SIZE) * D
     gl.store(cache.k + slot + m * 0 + d, k, mask=(m == 0) & inside & (position >= 0))
     gl.store(cache.v + slot + i, v, mask=(i < D) & (position >= 0))
-    # the online softmax, from the new token on
-    score = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
-    most = gl.convert_layout(score, gl.SliceLayout(0, layout))
-    weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, layout))
-    acc = v.to(gl.float32)[:, None] + gl.zeros((WIDTH, HEADS), gl.float32, layout)
-    state = most, gl.zeros((BOX, HEADS), gl.float32, layout), weight_of_new, acc
+    state = _start_softmax(q, k, v, scale, BOX, HEADS, WIDTH, layout)
     held: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, BOX], dtype)
     weights = gl.allocate_shared_memory(dtype, [BOXES, HEADS, BOX], held)
     stage = 0
@@ -326,12 +346,8 @@ def _ring_attention_kernel(
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
-    _, sums, weight_of_new, acc = state
-    out = acc / (gl.sum(sums, axis=0) + weight_of_new)[None, :]
-    out = gl.where(position >= 0, out, 0.0).to(dtype)
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))[None, :]
-    target = out_ptr + ((row * H_KV + kv_head) * GROUP + head) * D + i[:, None]
-    gl.store(target, out, mask=(head < GROUP) & (i < D)[:, None])
+    out_ptr += (row * H_KV + kv_head) * GROUP * D
+    _store_heads(out_ptr, state, position, i, HEADS, GROUP, D, layout)
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
 
