@@ -28,6 +28,7 @@ from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.speculative import SpeculativeStep, SpeculativeWorker
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -51,6 +52,7 @@ def build_step(
     n_rows: int,
     max_model_len: int,
     group: Group = ALONE,
+    n_drafts: int = 0,
 ) -> Step:
     """Build the step of ``rung``.
 
@@ -58,6 +60,7 @@ def build_step(
     n_rows: maximum number of sequences that decode together.
     max_model_len: maximum number of tokens of a sequence.
     group: the ranks that run the step.
+    n_drafts: number of draft tokens per row, if the rung speculates.
     """
     width = blocks_for(max_model_len, blocks.block_size)
     if isinstance(rung, MuseumRung):
@@ -67,7 +70,10 @@ def build_step(
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
-    step_parts = _parts(recipe, model, blocks, kernels, width, n_rows, group)
+    step_parts = _parts(recipe, model, blocks, kernels, width, n_rows, group, n_drafts)
+    if recipe.speculation != "none":
+        worker = SpeculativeWorker(model, kernels, n_drafts, recipe.numerics == "invariant", **step_parts)
+        return SpeculativeStep.on(worker, model, group)
     if recipe.exhibit != "none":
         return load_exhibit(recipe.exhibit).build_step(model, kernels, **step_parts)
     return ResidentStep.on(Worker(**step_parts), model, group)
@@ -81,11 +87,13 @@ def _parts(
     width: int,
     n_rows: int,
     group: Group,
+    n_drafts: int = 0,
 ) -> dict[str, Any]:
     """Return the arguments of ``Worker`` for a recipe, by name.
 
     width: maximum number of blocks of a sequence.
     n_rows: maximum number of sequences that decode together.
+    n_drafts: number of draft tokens per row and step.
     """
     bind: Binder
     fields = recipe.norm, recipe.activation, recipe.gemm
@@ -104,7 +112,8 @@ def _parts(
         layers_for, prefill_layers_for = build_layers(*fields, model, kernels)
         bind = build_binder(recipe.attention, kernels, blocks, model)
         chooser = build_chooser(recipe.head, model, kernels, counts)
-    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is spare
+    sizes = n_rows + 1, width  # the last row is spare
+    state = DeviceState(*sizes, model.device, model.config.eos_token_ids, 1 + n_drafts)
     next_tokens = NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: PackedPrefill | CapturedPrefill

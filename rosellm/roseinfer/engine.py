@@ -38,6 +38,7 @@ from rosellm.roseinfer.tuning import tune_or_load
 
 __all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
+MOST_DRAFTS = 16
 
 
 class Engine(Owned):
@@ -63,6 +64,7 @@ class Engine(Owned):
         ``prefill_alignment`` tokens.
     warm_up: whether to capture, at construction, every CUDA graph that these options allow, so that no
         request waits for a capture. False captures each graph at its first use. No effect on a CPU.
+    speculative_tokens: number of tokens that a step drafts per sequence, if the recipe speculates.
     tune: whether to tune the GEMMs of decode steps for this model and GPU before the graphs are captured, in
         less than two minutes, unless an earlier process has done it (:mod:`tuning`).
     group: the ranks that run the engine together, each with its part of the model (:mod:`tensor_parallel`).
@@ -90,10 +92,12 @@ class Engine(Owned):
         deterministic: bool = False,
         warm_up: bool = True,
         tune: bool = False,
+        speculative_tokens: int = 7,
         group: Group = ALONE,
     ) -> None:
         super().__init__()
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
+        _check_drafts(speculative_tokens)
         _check_share(gpu_memory_utilization)
         _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up, tune=tune)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
@@ -106,6 +110,7 @@ class Engine(Owned):
             self.recipe = self.recipe.invariant()
         self.recipe.check_ranks(group.part.size)
         self.deterministic = self.recipe.numerics == "invariant"
+        self.speculative_tokens = 0 if self.recipe.speculation == "none" else speculative_tokens
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
         self._may_shorten = max_model_len is None
@@ -122,7 +127,8 @@ class Engine(Owned):
         self.step = self._step_on(self.blocks)
         sizes = self.max_model_len, block_size, self.num_kv_blocks
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
-        self.budget = BlockBudget(self.blocks, self._shared, self.step.run_ahead)
+        per_step = 1 + self.speculative_tokens
+        self.budget = BlockBudget(self.blocks, self._shared, self.step.run_ahead, per_step)
         self._n_warmed = 0
         if tune:
             tune_or_load(self.step, model)
@@ -230,7 +236,7 @@ class Engine(Owned):
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step that gives every sequence one more token; return the number of rows that it advances.
+        """Begin a step that gives every sequence its next token; return the number of rows that it advances.
 
         A step that runs ahead omits sequences whose last token is already in flight; if that applies to all
         sequences, nothing runs. A list that is passed again must not have been modified in between.
@@ -245,7 +251,7 @@ class Engine(Owned):
         self._finish()
 
     def decode(self, sequences: list[Sequence]) -> None:
-        """Generate and commit one more token of every sequence; wait for all begun steps."""
+        """Generate and commit the next token of every sequence, or several; wait for all begun steps."""
         self.begin_decode(sequences)
         self._finish()
 
@@ -310,7 +316,8 @@ class Engine(Owned):
 
     def _step_on(self, blocks: KVBlocks) -> Step:
         sizes = self.max_batch_size, self.max_model_len
-        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.group)
+        ends = self.group, self.speculative_tokens
+        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, *ends)
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:
@@ -382,6 +389,13 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
+
+
+def _check_drafts(value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_DRAFTS:
+        raise OptionError(
+            f"speculative_tokens is {describe(value)}; it must be a whole number from 1 to {MOST_DRAFTS}"
+        )
 
 
 def _check_share(value: float) -> None:

@@ -21,16 +21,17 @@ class Done:
     """A finished step of the engine.
 
     kind: "prefill" or "decode".
-    sequences: the sequences that received exactly one token, which is now their last; none if the step
-        computed only parts of prompts.
+    sequences: the sequences that received tokens; none if the step computed only parts of prompts.
     seconds: the time that the step took on the device; for a host-driven step, on the host.
     failed: the sequences that ended without a token, with the reason in ``Sequence.error``.
+    counts: how many tokens each of ``sequences`` received, which are now its last; None if one each.
     """
 
     kind: Literal["prefill", "decode"]
     sequences: list[Sequence]
     seconds: float
     failed: list[Sequence] = field(default_factory=list)
+    counts: list[int] | None = None
 
 
 @dataclass(slots=True)  # not frozen, which would triple the time to make one

@@ -29,6 +29,7 @@ _CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split_kv", "dependent_launch", {"attention": "split"}),
     ("persistent_kernel", "dependent_launch", {"exhibit": "persistent_layers"}),
     ("one_pass", "split_kv", {"exhibit": "one_pass"}),
+    ("speculative", "split_kv", {"speculation": "ngram"}),
 )
 
 
@@ -36,6 +37,7 @@ _CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 class Recipe(Rung):
     """A choice of one variant per field, for a resident step with packed prefill.
 
+    speculation: how a step drafts further tokens, which it verifies: "ngram", from the row's own text.
     exhibit: the name of a file in ``notebooks/exhibits`` that implements the step, or "none".
     all_reduce: the implementation of all-reduce; has an effect only with several ranks. A rung chosen by its
         name takes the fastest one (:meth:`on_ranks`).
@@ -52,6 +54,7 @@ class Recipe(Rung):
     gemm: Literal["library", "small_m"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
     all_reduce: Literal["library", "one_shot"] = "library"
+    speculation: Literal["none", "ngram"] = "none"
     exhibit: Literal["none", "persistent_layers", "one_pass"] = "none"
 
     def __post_init__(self) -> None:
@@ -114,6 +117,7 @@ class Recipe(Rung):
 _OF_RANKS = (
     ("exhibit", "none", "exhibits run on one GPU"),
     ("numerics", "fast", "an all-reduce sums in a different order"),
+    ("speculation", "none", "drafts are verified on one GPU"),
 )
 
 
@@ -130,6 +134,7 @@ _RULES = (
     _Rule("activation", "epilogue", {"norm": "fused"}, "the unfused model runs GELU as a separate operator"),
     _Rule("gemm", "small_m", {"norm": "fused", "activation": "epilogue"}, "its kernels fuse both"),
     _Rule("exhibit", "persistent_layers", {"activation": "epilogue"}, "its one kernel holds whole layers"),
+    _Rule("speculation", "ngram", {"exhibit": "none"}, "an exhibit has a step of its own"),
     _Rule("all_reduce", "one_shot", {"norm": "fused"}, "its kernel includes the norm"),
     _Rule(
         "numerics",
@@ -207,6 +212,20 @@ def get_rung(name: str | None, device: torch.device | None = None) -> str:
     if not isinstance(name, str) or name not in LADDER:
         raise RecipeError(f"rung {describe(name)} is unknown; use one of {', '.join(LADDER)}")
     return name
+
+
+def speculating(recipe: str | Rung | None, proposer: str, device: torch.device) -> str | Rung:
+    """Return the recipe with this ``speculation``, by name if it is a rung.
+
+    recipe: a rung's name or a recipe; None means the best rung for ``device``.
+
+    Raises ``RecipeError`` if the recipe cannot speculate.
+    """
+    rung = recipe if isinstance(recipe, Rung) else LADDER[get_rung(recipe, device)]
+    if not isinstance(rung, Recipe):
+        raise RecipeError(f"rung {describe(recipe)} cannot speculate; {_CHANGES[0][1]} and later rungs can")
+    found = replace(rung, **{"speculation": proposer})
+    return next((name for name, known in LADDER.items() if known == found), found)
 
 
 def check_launch(recipe: Rung, device: torch.device) -> None:

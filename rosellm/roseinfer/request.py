@@ -75,6 +75,7 @@ class Sequence:
     logprobs: one entry per output token, or None unless requested.
     prompt_logprobs: one entry per token of the prompt, None for the first; or None unless requested.
     metrics, text: updated by a scheduler; ``text`` is None without stop strings.
+    accepted_drafts: the mean number of draft tokens accepted per step, of late; at first a guess.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Sequence:
         asked = params.prompt_logprobs is not None
         self.prompt_logprobs: list[Likely | None] | None = [None] * self.n_prompt if asked else None
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.accepted_drafts = 1.0
 
     @property
     def last_token(self) -> int:
@@ -173,6 +175,26 @@ class Sequence:
             self.finish_reason = "length"
         return True
 
+    def commit_all(self, tokens: list[int]) -> int:
+        """Commit the tokens of one step until the sequence ends; return how many of them are new.
+
+        A negative token ends the sequence as failed.
+        """
+        n_new = 0
+        for token in tokens:
+            if token < 0:
+                self.fail(NO_TOKEN)
+            else:
+                n_new += self.commit(token, 1)
+            if self.finish_reason is not None:
+                break
+        return n_new
+
+    def cut(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``: a stop string ended the sequence before the others."""
+        del self.tokens[n_tokens:]
+        self.num_cached_tokens = min(self.num_cached_tokens, n_tokens - 1)
+
     def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:
         """Append tokens that another engine generated, with their logprobs if requested, to continue."""
         self.tokens += known
@@ -187,12 +209,21 @@ class Sequence:
         """The number of last tokens whose text is left out: 1 if a stop token ended the sequence, or 0."""
         return int(self.finish_reason == "stop" and not self.params.include_stop_str_in_output)
 
-    def follow_text(self) -> None:
-        """Push the latest token to ``text``, unless its text is left out; a stop string ends the sequence."""
-        if self.text is None or self.n_without_text:
-            return
-        self.text.push(self.tokens[-1])
-        self._note_stop()
+    def follow_text(self, n_new: int = 1) -> int:
+        """Push the latest tokens to ``text``, unless their text is left out; a stop string ends the sequence.
+
+        n_new: number of tokens to push. Returns how many of them stay: those after a stop string are forgotten.
+        """
+        if self.text is None:
+            return n_new
+        end = len(self.tokens)
+        for n in range(end - n_new, end - self.n_without_text):
+            self.text.push(self.tokens[n])
+            if self.text.stopped is not None:
+                self.cut(n + 1)
+                self._note_stop()
+                return n_new - (end - n - 1)
+        return n_new
 
     def settle_text(self) -> None:
         """Flush the text held back by an ended sequence; this may complete a stop string."""

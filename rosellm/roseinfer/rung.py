@@ -13,12 +13,14 @@ class Rung:
     launch: "fixed", or "dependent" for programmatic dependent launch.
     numerics: "fast" or "invariant" (batch-invariant).
     exhibit: the name of a file in ``notebooks/exhibits``, or "none".
+    speculation: how a step drafts further tokens, or "none".
     has_prefix_cache: whether its engine may have a prefix cache.
     """
 
     launch: str
     numerics: str = "fast"
     exhibit: str = "none"
+    speculation: str = "none"
     has_prefix_cache: bool = True
 
     def as_dict(self) -> dict[str, str]:

@@ -16,12 +16,20 @@ class BlockBudget:
 
     blocks: the KV cache.
     prefix_cache: holds blocks that can be evicted; None if prompts are not cached.
-    run_ahead: maximum number of steps in flight, each of which adds one token per sequence.
+    run_ahead: maximum number of steps in flight.
+    per_step: maximum number of tokens that a step adds per sequence.
     reserved: number of blocks that all admitted sequences would hold at full length; may exceed the total.
     """
 
-    def __init__(self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
-        self.blocks, self.prefix_cache, self.run_ahead = blocks, prefix_cache, run_ahead
+    def __init__(
+        self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int, per_step: int = 1
+    ) -> None:
+        self.blocks, self.prefix_cache, self.run_ahead, self.per_step = (
+            blocks,
+            prefix_cache,
+            run_ahead,
+            per_step,
+        )
         self.reserved = 0
         self._ensured: list[Sequence] | None = None  # the list that has blocks for _ensured_steps more steps
         self._ensured_steps = self._ensured_need = 0
@@ -71,7 +79,7 @@ class BlockBudget:
 
     def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """Return how many new blocks each sequence needs for the steps in flight and ``steps`` more steps."""
-        ahead = self.run_ahead + steps - 1
+        ahead = (self.run_ahead + steps) * self.per_step - 1
         return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
     def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
@@ -98,7 +106,7 @@ class BlockBudget:
         A sequence needs a block if its last one is full, or is shared and must be cloned. The exact need is
         computed only if fewer blocks are free than tokens can be in flight.
         """
-        if self.free >= (self.run_ahead + 1) * len(sequences):
+        if self.free >= (self.run_ahead + 1) * self.per_step * len(sequences):
             return True
         if self.make_room(sum(self.blocks_to_decode(sequences)), sequences):
             return True

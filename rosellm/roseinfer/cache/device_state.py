@@ -34,6 +34,8 @@ class DeviceState:
     ring: int32 ``[ROUNDS, S]`` in host memory that the device writes to (pinned if there is a GPU). The token
         of a row's r-th step, counted from 0, is at ``ring[r % ROUNDS, row]``: INERT if the row was inert,
         NOT_FINITE if no token could be chosen.
+    planes: ``[P, ROUNDS, S]``, of which ``ring`` is the first. A step that gives a row several tokens writes
+        the last of them to the ring, the one before it to the second plane, and so on.
     stop_tokens: int32 ``[E]``, the model's end-of-sequence tokens, which end any row whose stop is not -1.
 
     The other attributes are views of ``rows``, created on access if few steps need them. Int32 ``[S]``:
@@ -55,13 +57,20 @@ class DeviceState:
     """
 
     def __init__(
-        self, n_rows: int, width: int, device: torch.device, stop_tokens: tuple[int, ...] = ()
+        self,
+        n_rows: int,
+        width: int,
+        device: torch.device,
+        stop_tokens: tuple[int, ...] = (),
+        n_planes: int = 1,
     ) -> None:
         padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit; kernels assume 16-byte alignment
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
         is_pinned = device.type == "cuda"
-        self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        sizes = n_planes, ROUNDS, n_rows
+        self.planes = torch.full(sizes, INERT, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.ring = self.planes[0]
         self.stop_tokens = torch.tensor(stop_tokens or (NO_STOP,), dtype=torch.int32, device=device)
         self._view(width)
 
@@ -118,7 +127,8 @@ class DeviceState:
     def of(self, rows: Tensor) -> DeviceState:
         """Return a state with the given rows, int32 ``[n, R]``, and the same ring."""
         part = object.__new__(DeviceState)
-        part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
+        part.rows, part.stop_tokens = rows, self.stop_tokens
+        part.planes, part.ring = self.planes, self.ring
         part._view(self.table.shape[1])
         return part
 

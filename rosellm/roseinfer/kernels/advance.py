@@ -48,6 +48,27 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
 
 
 @triton.jit
+def chosen_token(values_ptr, indices_ptr, place, TILES, WIDTH: tl.constexpr, NOT_FINITE: tl.constexpr):
+    """Return the token with the highest value of all tiles in row ``place``, or NOT_FINITE."""
+    tile = tl.arange(0, WIDTH)
+    inside = tile < TILES
+    values = tl.load(values_ptr + place * TILES + tile, mask=inside, other=float("-inf"))
+    indices = tl.load(indices_ptr + place * TILES + tile, mask=inside, other=2147483647)
+    best = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == best, indices, 2147483647), axis=0)
+    return tl.where((best == float("inf")) | (best == float("-inf")), NOT_FINITE, token)
+
+
+@triton.jit
+def ends_row(token, position, limit, stop, stops_ptr, N_STOPS: tl.constexpr):
+    """Return whether a token ends its row, given the number of tokens cached before it was chosen."""
+    ended = (token == stop) | (position + 2 >= limit) | (token < 0)
+    for i in tl.static_range(N_STOPS):
+        ended = ended | ((stop >= 0) & (token == tl.load(stops_ptr + i)))
+    return ended
+
+
+@triton.jit
 def _advance_kernel(
     rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, stops_ptr, row_stride, ring_stride, TILES,
     N_STOPS: tl.constexpr, WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr,
@@ -65,19 +86,11 @@ def _advance_kernel(
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     if CHOOSE:
-        tile = tl.arange(0, WIDTH)
-        inside = tile < TILES
-        values = tl.load(values_ptr + program * TILES + tile, mask=inside, other=float("-inf"))
-        indices = tl.load(indices_ptr + program * TILES + tile, mask=inside, other=2147483647)
-        best = tl.max(values, axis=0)
-        token = tl.min(tl.where(values == best, indices, 2147483647), axis=0)
-        token = tl.where((best == float("inf")) | (best == float("-inf")), NOT_FINITE, token)
+        token = chosen_token(values_ptr, indices_ptr, program, TILES, WIDTH, NOT_FINITE)
     else:
         token = tl.load(indices_ptr + program)
     live = position >= 0
-    ended = (token == stop) | (position + 2 >= limit) | (token < 0)
-    for i in tl.static_range(N_STOPS):
-        ended = ended | ((stop >= 0) & (token == tl.load(stops_ptr + i)))
+    ended = ends_row(token, position, limit, stop, stops_ptr, N_STOPS)
     tl.store(ring_ptr + count * ring_stride + slot, tl.where(live, token, -1))
     tl.store(row + ROUND, (count + 1) % ROUNDS)
     tl.store(row + TOKEN, token, mask=live & (token >= 0))

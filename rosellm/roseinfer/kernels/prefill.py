@@ -91,11 +91,12 @@ def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
 def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
     block_size = k_cache.shape[2]
     first, count, start, row = np.array(sequences, np.int64).reshape(-1, 4).T  # [B]
-    rows = np.repeat(row, count)  # [N]
-    positions = np.arange(len(rows)) - np.repeat(first - start, count)
-    rows, positions = torch.from_numpy(np.stack((rows, positions))).to(k_cache.device)
+    within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)  # [N], the sequences' tokens
+    table_rows, tokens, positions = (np.repeat(x, count) for x in (row, first, start))
+    arrays = np.stack((table_rows, tokens + within, positions + within))
+    rows, new, positions = torch.from_numpy(arrays).to(k_cache.device)
     block_idx, slots = block_table[rows, positions // block_size], positions % block_size
-    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new[: len(rows)], v_new[: len(rows)]
+    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new[new], v_new[new]
 
 
 def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
@@ -351,7 +352,7 @@ def prefill_attention(
     scale: must be positive.
     dependent: the launch mode, as in ``launch_options``.
     launch: by default the result of :func:`launch_for`. Raises ``OptionError`` unless ``block_n`` is at least
-        16 and divides ``tiles.size``.
+        16, and divides ``tiles.size`` if a sequence may have several tiles.
 
     Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
     does not divide the group) by tiles of ``launch.block_n`` keys; all three are powers of two. All tensors
@@ -361,7 +362,7 @@ def prefill_attention(
     """
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
     block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)
-    if block_n < SMALLEST_DOT or tiles.size % block_n:
+    if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.alone):
         raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
     out = q.new_empty(q.shape)
     partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None

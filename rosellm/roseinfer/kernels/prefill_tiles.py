@@ -32,11 +32,13 @@ class Tiles:
     size: maximum number of queries per tile.
     in_pieces: whether a program may compute only one piece of its tile; False if every tile is a single
         piece.
+    alone: whether every sequence is a single tile.
     """
 
     columns: Tensor
     size: int
     in_pieces: bool = False
+    alone: bool = False
 
 
 def pieces_for(

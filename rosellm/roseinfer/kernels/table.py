@@ -35,6 +35,7 @@ from rosellm.roseinfer.kernels import (
     ring,
     ring_attention,
     rotary,
+    speculation,
 )
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
@@ -42,7 +43,18 @@ from rosellm.triton_or_none import NO_TRITON, has_triton
 # The role of each Triton kernel, by its name in a profile.
 LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
 RINGS = ring, ring_attention
-OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
+OTHERS = (
+    advance,
+    filtered,
+    filtered_head,
+    head,
+    likely,
+    noise,
+    penalties,
+    prefill,
+    prefill_pieces,
+    speculation,
+)
 ROLES = {name: role for source in (*LAYERS, *RINGS, *OTHERS) for name, role in source.ROLES.items()}
 
 
@@ -71,6 +83,9 @@ class Kernels:
     count_tokens: Callable[..., None]
     store_likely: Callable[..., None]
     advance: Callable[..., None]
+    note_tokens: Callable[..., None]
+    propose_drafts: Callable[..., None]
+    accept_drafts: Callable[..., None]
 
 
 def triton_kernels(dependent: int) -> Kernels:
@@ -93,6 +108,9 @@ def triton_kernels(dependent: int) -> Kernels:
         "choose_filtered": filtered.choose_filtered,
         "count_tokens": penalties.count_tokens,
         "advance": advance.advance,
+        "note_tokens": speculation.note,
+        "propose_drafts": speculation.propose,
+        "accept_drafts": speculation.accept,
     }
     return Kernels(
         name="triton",
@@ -129,6 +147,9 @@ TORCH = Kernels(
     penalties.count_tokens_ref,
     likely.store_likely_ref,
     advance.advance_ref,
+    speculation.note_ref,
+    speculation.propose_ref,
+    speculation.accept_ref,
 )
 
 

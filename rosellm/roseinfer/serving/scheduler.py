@@ -381,17 +381,30 @@ class OnlineScheduler(Scheduler):
             view = self._view
             if view is None or view.step_sequences is not done.sequences:
                 view = self._view = ActiveView(done.sequences, self.requests)
-            self.record_step(done, len(view.sequences))
-            now = perf_counter()
-            for note_time in view.note_time:
-                note_time(now)
-            for sequence in view.followed:
-                sequence.follow_text()
+            if done.counts is None:
+                self.record_step(done, len(view.sequences))
+                now = perf_counter()
+                for note_time in view.note_time:
+                    note_time(now)
+                for sequence in view.followed:
+                    sequence.follow_text()
+            else:
+                self._record_several(done, done.counts)
             failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
             ended = [s for s in view.sequences if s.finish_reason is not None] + failed
             if ended:
                 self._finish(ended)
             self._stepped.append(view.sequences + failed if failed else view.sequences)
+
+    def _record_several(self, done: Done, counts: list[int]) -> None:
+        """Record a step that may have given a sequence several tokens."""
+        now, n_tokens = perf_counter(), 0
+        for sequence, count in zip(done.sequences, counts, strict=True):
+            if sequence.request_id in self.requests:
+                kept = sequence.follow_text(count)
+                sequence.metrics.token_times += [now] * kept
+                n_tokens += kept
+        self.record_step(done, n_tokens)
 
     def _admit(self) -> list[Sequence]:
         """Remove and return the waiting requests that start now."""

@@ -75,21 +75,28 @@ class Planner:
     """The host's view of the rows of the device state, as they will be once all begun steps have ended.
 
     width: length of a row's block table.
+    n_drafts: maximum number of draft tokens per row and step; 0 if no step drafts.
     ring: the ring of ``DeviceState``, as an array.
     call: ``Worker.call``, on every rank.
 
     Each of these attributes is int64 ``[S]``, with one entry per state row:
 
     left: number of tokens the sequence may still generate.
-    position: number of its tokens that are cached.
+    position: number of its tokens that are cached; with draft tokens in flight, the most that may be.
     reserved: number of its tokens that have slots in the KV cache.
+    longest: its maximum number of tokens.
+    n_drafts: number of draft tokens that a step may verify for it.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
 
-    def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlocks, call: Call) -> None:
+    def __init__(
+        self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlocks, call: Call, n_drafts: int = 0
+    ) -> None:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
+        self._most_drafts = n_drafts
         self.counts = TokenCounts(n_rows, call)
-        self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)
+        columns = np.zeros((6, n_rows), np.int64)
+        self.left, self.position, self.reserved, self.round, self.longest, self.n_drafts = columns
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # min-heap
@@ -152,8 +159,11 @@ class Planner:
         for index, sequence, position in zip(indices, sequences, positions, strict=True):
             self.left[index], self.position[index] = sequence.max_length - position - 1, position
             self.reserved[index] = self.blocks.tokens_reserved(sequence.block_ids)
+            self.longest[index] = sequence.max_length
         self._left_behind.difference_update(indices)
         self._running = None
+        if self._most_drafts:
+            self._send_texts(sequences, indices, positions)
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
@@ -180,19 +190,25 @@ class Planner:
             self._call("deactivate_rows", np.array(list(self._left_behind), np.int32))
             self._left_behind.clear()
 
-    def grow(self, batch: Batch) -> None:
-        """Reserve slots in the KV cache for the rows whose next token has none, and send their block tables.
+    def grow(self, batch: Batch, n_drafts: int = 0) -> None:
+        """Reserve slots in the KV cache for the rows whose next tokens have none, and send their block tables.
+
+        n_drafts: number of draft tokens that the next step verifies per row.
 
         Raises ``KVCacheExhausted`` if blocks run out; slots reserved until then are kept. No step has begun
         by then.
         """
-        short = np.flatnonzero(self.position[batch.indices] >= self.reserved[batch.indices])
+        needed = self.position[batch.indices]
+        if n_drafts:
+            needed = np.minimum(needed + self.n_drafts[batch.indices], self.longest[batch.indices] - 2)
+        short = np.flatnonzero(needed >= self.reserved[batch.indices])
         if not short.size:
             return
         grown: list[int] = []
         try:
             for i in short.tolist():
-                self._reserve(batch.sequences[i], batch.indices[i])
+                while needed[i] >= self.reserved[batch.indices[i]]:
+                    self._reserve(batch.sequences[i], batch.indices[i])
                 grown.append(i)
         finally:
             if grown:
@@ -203,15 +219,24 @@ class Planner:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
         self.counts.allow_stops(lambda sequence: int(self.position[self._row_of[sequence].index]))
 
-    def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
-        """Record the start of a step that gives each row of ``batch`` one token.
+    def advance(self, batch: Batch, ran: slice | np.ndarray, n_drafts: int = 0) -> None:
+        """Record the start of a step that gives each row of ``batch`` one token, and one more per draft.
 
         ran: indices of all state rows that the step runs on, including inert ones; their rounds advance.
+        n_drafts: number of draft tokens that the step verifies per row. :meth:`accept` subtracts those that
+            were not accepted.
         """
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
-        self.position[batch.indices] += 1
+        self.position[batch.indices] += 1 + self.n_drafts[batch.indices] if n_drafts else 1
         self.left[batch.indices] -= 1
         if not self.left[batch.indices].all():
+            self._running = None
+
+    def accept(self, index: int, n_tokens: int, n_drafts: int) -> None:
+        """Record that a step that verified ``n_drafts`` drafts per row gave the row ``n_tokens`` tokens."""
+        self.position[index] -= self.n_drafts[index] + 1 - n_tokens if n_drafts else 0
+        self.left[index] = max(self.left[index] - (n_tokens - 1), 0)
+        if not self.left[index]:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
@@ -223,6 +248,20 @@ class Planner:
             row = self._row_of[sequence] = Row(sequence, heapq.heappop(self._free))
             self._at[row.index] = row
         return self._row_of[sequence]
+
+    def _send_texts(self, sequences: list[Sequence], indices: list[int], positions: list[int]) -> None:
+        """Send the known tokens of sequences, from which the device drafts.
+
+        Sequences whose next token depends on more than the tokens before it, or whose logprobs are requested,
+        get no drafts.
+        """
+        rows, length = np.array(indices), self.width * self.blocks.block_size
+        plain = [s.params.is_penalised or s.logprobs is not None for s in sequences]
+        self.n_drafts[rows] = np.where(plain, 0, self._most_drafts)
+        known = [s.tokens[: n + 1] for s, n in zip(sequences, positions, strict=True)]
+        places = [np.arange(len(own)) + index * length for own, index in zip(known, indices, strict=True)]
+        words = np.concatenate((rows, self.n_drafts[rows] > 0, *places, *known)).astype(np.int32)
+        self._call("write_texts", words, len(rows))
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
         """Reserve the rest of a row's last block, or a new block, up to the sequence's maximum length."""
@@ -254,7 +293,7 @@ class Planner:
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other indices on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
-        for column in (self.left, self.position, self.reserved):
+        for column in (self.left, self.position, self.reserved, self.longest, self.n_drafts):
             column[targets] = column[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):

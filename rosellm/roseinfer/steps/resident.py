@@ -27,7 +27,7 @@ from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.ranks.group import ALONE, Call, Group
 from rosellm.roseinfer.request import Sequence, commit_tokens
-from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch, Planner, batch_bucket
+from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch, Planner, Row, batch_bucket
 from rosellm.roseinfer.steps.prompts import PackedPrompts, Prompts
 from rosellm.roseinfer.steps.step import STEP_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Clock, Worker
@@ -60,7 +60,7 @@ def asking_of(batch: Batch, places: np.ndarray) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class _Begun:
+class Begun:
     """A step in flight.
 
     rounds: the round of each row of ``batch`` when the step began.
@@ -68,6 +68,8 @@ class _Begun:
         flight.
     clock: the time at which the step ends.
     has_logprobs: whether any sequence of the batch requests logprobs.
+    n_drafts: number of draft tokens that the step verifies per row.
+    n_rows: the captured batch size of a decode step.
     """
 
     kind: Kind
@@ -76,6 +78,8 @@ class _Begun:
     since: Clock
     clock: Clock
     has_logprobs: bool
+    n_drafts: int = 0
+    n_rows: int = 0
 
 
 class ResidentStep:
@@ -98,7 +102,7 @@ class ResidentStep:
         self.planner, self.worker, self.prompts = planner, worker, prompts
         self._call, self._check = call, group.check
         self._ring = worker.state.ring.numpy()
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[Begun] = deque()
         self._ended: deque[Done] = deque()
         self._clock = worker.clock()
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
@@ -110,7 +114,7 @@ class ResidentStep:
         """Build the step that plans for ``worker`` and for the workers of all other ranks of ``group``."""
         call = group.on_all(worker.call)
         ring, (n_rows, width) = worker.state.ring.numpy(), worker.state.table.shape
-        planner = Planner(n_rows, width, ring, worker.blocks, call)
+        planner = Planner(n_rows, width, ring, worker.blocks, call, len(worker.state.planes) - 1)
         if group is not ALONE:
             worker.blocks.copy_on_ranks = partial(call, "copy_block")
         return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
@@ -209,31 +213,37 @@ class ResidentStep:
     def _begin_step(self, sequences: list[Sequence], batch: Batch) -> None:
         planner = self.planner
         with profile_range(STEP_RANGE):
+            rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
+            n_drafts = self._n_drafts(rows, batch)
             with profile_range(f"{STEP_RANGE}.reserve"):
-                planner.grow(batch)
+                planner.grow(batch, n_drafts)
                 planner.deactivate()
                 planner.allow_stops()
-            rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
             self._start()
             with profile_range(f"{STEP_RANGE}.model"):
                 if batch is not self._plan.batch:
                     self._plan = self._plan_of(batch, batch.indices)
-                self._call("decode", rows, self._plan.mode, self._variant(rows, batch))
-                self._find_logprobs(self._plan.asking)
-            self._note("decode", self._plan)
-            planner.advance(batch, slice(rows))
+                self._launch(rows, batch, n_drafts)
+                self._find_logprobs(self._plan.asking, n_drafts)
+            self._note("decode", self._plan, n_drafts, rows)
+            planner.advance(batch, slice(rows), n_drafts)
             self._latest = sequences, batch
 
-    def _variant(self, rows: int, batch: Batch) -> str:
-        """Return the attention variant for the numbers of cached tokens in the batch."""
+    def _n_drafts(self, rows: int, batch: Batch) -> int:
+        """Return how many draft tokens the next step verifies per row: none."""
+        return 0
+
+    def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
+        """Run the step, with the attention variant for the numbers of cached tokens in the batch."""
         cached = self.planner.position[batch.indices]
-        return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
+        variant = self.worker.variant(rows, int(cached.max()), float(cached.mean()))
+        self._call("decode", rows, self._plan.mode, variant)
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
         mode = self.worker.next_tokens.chooser.mode([s.params for s in batch.sequences])
         return SamplingPlan(batch, mode, asking_of(batch, places))
 
-    def _find_logprobs(self, asking: np.ndarray) -> None:
+    def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         """Start computing the log-probabilities of the latest step's tokens for the sequences that ask."""
         if asking.size:
             self._call("find_logprobs", asking)
@@ -271,11 +281,12 @@ class ResidentStep:
         elif len(self._begun) >= ROUNDS - 1:
             self._settle(leave=ROUNDS // 2)
 
-    def _note(self, kind: Kind, plan: SamplingPlan) -> None:
+    def _note(self, kind: Kind, plan: SamplingPlan, n_drafts: int = 0, n_rows: int = 0) -> None:
         """Record a step that has just been submitted to the device as being in flight."""
         since, self._clock = self._clock, self.worker.clock()
         rounds = self.planner.round[plan.batch.indices]
-        self._begun.append(_Begun(kind, plan.batch, rounds, since, self._clock, bool(plan.asking.size)))
+        asks = bool(plan.asking.size)
+        self._begun.append(Begun(kind, plan.batch, rounds, since, self._clock, asks, n_drafts, n_rows))
 
     def _settle(self, leave: int = 0) -> None:
         """Wait until at most ``leave`` steps are in flight, and commit the tokens of the ended steps."""
@@ -284,7 +295,7 @@ class ResidentStep:
             self._check()
             self._ended.append(self._commit(self._begun.popleft()))
 
-    def _commit(self, begun: _Begun) -> Done:
+    def _commit(self, begun: Begun) -> Done:
         """Copy a step's tokens from the ring to its sequences, except those released since it began."""
         rows, sequences, indices = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
@@ -295,14 +306,17 @@ class ResidentStep:
         got, failed = commit_tokens(sequences, tokens, num_newly_cached=int(begun.kind == "decode"))
         if begun.has_logprobs:
             self._give_logprobs(begun, live, set(got))
+        self._free_ended(rows)
+        return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
+
+    def _free_ended(self, rows: list[Row]) -> None:
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
             if row.sequence.stop_reason is None:
                 self.planner.free(row)
             else:  # ended by a token that the device does not know
                 self.planner.release(row.sequence)
-        return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
-    def _give_logprobs(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
+    def _give_logprobs(self, begun: Begun, live: list[int], got: set[Sequence]) -> None:
         """Give sequences in ``got`` the log-probabilities that they request.
 
         live: positions within the batch of the rows not released.

@@ -1,0 +1,385 @@
+"""Speculation: draft a row's next tokens from its own text, and accept those that the model chooses, too.
+
+A step of k draft tokens runs each state row as k + 1 verify rows: the row's last token, then its drafts, at
+consecutive positions. Drafts are the tokens that followed the latest occurrence of the longest suffix of the
+row's text (prompt lookup, Saxena 2023; Yang et al. 2023, "Inference with reference"). The model chooses a
+token after each of them; a choice counts if all drafts before it were the model's choices. Since the choice
+at a position depends on nothing but the tokens before it, the request's seed and that position, a row gets
+the tokens that it would get without drafts, sampled ones included (Leviathan et al. 2023, arXiv:2211.17192,
+accept more often, but keep only the distribution).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import (
+    ADVANCED,
+    COUNTS,
+    FIELDS,
+    INERT,
+    INT32_MAX,
+    POSITION,
+    ROUNDS,
+    TEMPERATURE,
+    TOKEN,
+    DeviceState,
+)
+from rosellm.roseinfer.kernels.advance import chosen_token, ends_row
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
+from rosellm.roseinfer.sampling import NOT_FINITE
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
+
+ROLES = dict.fromkeys(("_match_kernel", "_expand_kernel", "_choose_kernel", "_accept_kernel"), "sampling")
+LONGEST, SHORTEST = 8, 2  # tokens of a suffix that are compared, and that must occur again
+CHUNK = 1024  # tokens of a text per program
+PLACE_BITS = 26
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The text of every state row on the device.
+
+    tokens: int32 ``[S, L]``, the token at each position. The last token of a row need not be there yet.
+    is_drafted: int32 ``[S]``, 0 for a row that gets no drafts.
+    """
+
+    tokens: Tensor
+    is_drafted: Tensor
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The inputs of a step of R state rows with k draft tokens each.
+
+    state: R * (k + 1) rows, the verify rows of each state row one after another. Of a state row's fields they
+        have all but token, position, temperature and counts; missing drafts are inert rows of temperature 0.
+        The block tables are those of the state rows, unless ``columns`` is given: then they are not written.
+    columns: int32 ``[COLUMNS, R * pieces]``, the columns of ``prefill_tiles.tile_columns`` for one tile per
+        state row, in the given number of pieces; its rows of the block table are the state rows. Or None.
+    n_drafts: k.
+    pieces: the number of pieces.
+    """
+
+    state: DeviceState
+    columns: Tensor | None
+    n_drafts: int
+    pieces: int = 1
+
+
+def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified) -> None:
+    """Append each row's last token to its text, draft its next tokens, and fill ``verified`` (reference).
+
+    state: the R rows of the step.
+
+    A row gets fewer drafts, or none, if its text has no such suffix, or if it ends before.
+    """
+    k, rows = verified.n_drafts, len(state.rows)
+    wide = verified.state.rows.view(rows, k + 1, -1)
+    n_words = wide.shape[2] if verified.columns is None else FIELDS
+    wide[..., :n_words] = state.rows[:, None, :n_words]
+    wide[:, 1:, COUNTS], wide[:, 1:, POSITION], wide[:, 1:, TEMPERATURE] = 0, INERT, 0
+    positions, limits = state.positions.tolist(), state.limits.tolist()
+    counts = [0] * rows
+    for row, (position, limit) in enumerate(zip(positions, limits, strict=True)):
+        if position < 0:
+            continue
+        texts.tokens[row, position] = state.tokens[row]
+        counts[row] = 1
+        if texts.is_drafted[row] and (most := min(k, limit - 2 - position)) > 0:
+            drafts = drafts_after(texts.tokens[row, : position + 1], most)
+            counts[row] += len(drafts)
+            wide[row, 1 : counts[row], TOKEN] = drafts
+            wide[row, 1 : counts[row], POSITION] = position + 1 + torch.arange(len(drafts)).int()
+            wide[row, 1 : counts[row], TEMPERATURE] = state.rows[row, TEMPERATURE]
+    if verified.columns is not None:
+        columns = verified.columns.view(COLUMNS, rows, verified.pieces)
+        index = torch.arange(rows, dtype=torch.int32)
+        own = torch.tensor(counts, dtype=torch.int32)
+        starts = state.positions.clamp_min(0)
+        for column, values in enumerate((index * (k + 1), own, starts, index * (k + 1), starts, index)):
+            columns[column] = values[:, None]
+        columns[6], columns[7] = torch.arange(verified.pieces, dtype=torch.int32), verified.pieces
+
+
+def drafts_after(text: Tensor, most: int) -> Tensor:
+    """Return at most ``most`` drafts for the tokens after ``text [n]``; none if no suffix occurs again.
+
+    Of the longest suffix, up to ``LONGEST`` tokens, the latest occurrence is continued. If it ends fewer than
+    ``most`` tokens before the text does, the tokens after it repeat.
+    """
+    last = len(text) - 1
+    alive = text[:last] == text[last]  # [last], by the place at which an occurrence ends
+    length = alive.int()
+    for back in range(1, min(LONGEST, last)):
+        if not alive.any():
+            break
+        alive[:back] = False
+        alive[back:] &= text[: last - back] == text[last - back]
+        length += alive
+    if not last or (longest := int(length.max())) < SHORTEST:
+        return text[:0]
+    end = int((length == longest).nonzero()[-1])
+    return text[end + 1 + torch.arange(most) % (last - end)]
+
+
+def accept_ref(
+    *, state: DeviceState, texts: Texts, verified: Verified, values: Tensor | None, indices: Tensor
+) -> None:
+    """Advance each row of a step by the choices that count, as ``advance_ref`` does (torch reference).
+
+    values, indices: the choices of all verify rows, as the arguments of ``advance_ref``.
+
+    A row's n choices are written to ``state.planes``, the last to plane 0, the one before it to plane 1 and
+    so on; the planes after them receive INERT.
+    """
+    k, rows = verified.n_drafts, len(state.rows)
+    tokens = indices[:, 0]
+    if values is not None:
+        best = values.max(dim=1, keepdim=True).values
+        tokens = torch.where(values == best, indices, INT32_MAX).min(dim=1).values
+        tokens = torch.where(best[:, 0].isinf(), NOT_FINITE, tokens)
+    chosen = tokens.view(rows, k + 1).int()
+    drafts, places = (x.view(rows, k + 1) for x in (verified.state.tokens, verified.state.positions))
+    positions, stops = state.positions[:, None], state.stops[:, None]
+    stopped = (chosen == stops) | ((stops >= 0) & torch.isin(chosen, state.stop_tokens))
+    each = positions + torch.arange(k + 1)
+    ended = stopped | (each + 2 >= state.limits[:, None]) | (chosen < 0)
+    follows = (places[:, 1:] >= 0) & (chosen[:, :-1] == drafts[:, 1:]) & ~ended[:, :-1]
+    counts = 1 + follows.int().cumprod(dim=1).sum(dim=1)  # [R]
+    live = state.positions >= 0
+    for row, n in enumerate(torch.where(live, counts, 0).tolist()):
+        given = torch.full((k + 1,), INERT, dtype=torch.int32)
+        given[:n] = chosen[row, :n].flip(0)
+        state.planes[: k + 1, state.rounds[row], row] = given
+        kept, begin = chosen[row, :n][chosen[row, :n] >= 0], int(state.positions[row]) + 1
+        texts.tokens[row, begin : begin + len(kept)] = kept[: texts.tokens.shape[1] - begin]
+    last = (counts - 1)[:, None].long()
+    token, is_last = chosen.gather(1, last)[:, 0], ended.gather(1, last)[:, 0]
+    state.rounds.copy_((state.rounds + 1) % ROUNDS)
+    state.tokens.copy_(torch.where(live & (token >= 0), token, state.tokens))
+    state.positions.copy_(torch.where(live & ~is_last, state.positions + counts, INERT))
+
+
+def note_ref(*, state: DeviceState, texts: Texts) -> None:
+    """Append each row's last token to its text (torch reference)."""
+    rows = (state.positions >= 0).nonzero()[:, 0]
+    texts.tokens[rows, state.positions[rows].long()] = state.tokens[rows]
+
+
+@triton.jit
+def _match_kernel(
+    rows_ptr, text_ptr, drafted_ptr, best_ptr, row_stride, text_stride, TOKEN: tl.constexpr,
+    POSITION: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, CHUNK: tl.constexpr,
+    PLACE_BITS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Find the longest suffix that ends again in one chunk of a row's text per program.
+
+    Stores its length, above PLACE_BITS, and the latest place at which it ends; 0 if there is none. A token
+    is loaded only for as long as all tokens after it match.
+    """
+    row = tl.program_id(0)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    fields = rows_ptr + row.to(tl.int64) * row_stride
+    text = text_ptr + row.to(tl.int64) * text_stride
+    position = tl.load(fields + POSITION)
+    begin = tl.program_id(1) * CHUNK
+    best = 0
+    if (tl.load(drafted_ptr + row) > 0) & (begin < position):
+        place = begin + tl.arange(0, CHUNK)
+        alive = tl.load(text + place, mask=place < position, other=-1) == tl.load(fields + TOKEN)
+        length = alive.to(tl.int32)
+        for back in range(1, LONGEST):
+            wanted = tl.load(text + position - back, mask=position >= back, other=-1)
+            there = alive & (place >= back)
+            alive = there & (tl.load(text + place - back, mask=there, other=-2) == wanted)
+            length += alive.to(tl.int32)
+        best = tl.max(tl.where(length >= SHORTEST, (length << PLACE_BITS) + place, 0), axis=0)
+    tl.store(best_ptr + row * tl.num_programs(1) + tl.program_id(1), best)
+
+
+@triton.jit
+def _expand_kernel(
+    rows_ptr, wide_ptr, columns_ptr, text_ptr, best_ptr, row_stride, wide_stride, columns_stride, text_stride,
+    n_chunks, N_WORDS: tl.constexpr, N_DRAFTS: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr, PIECES_PADDED: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
+    LIMIT: tl.constexpr, TEMPERATURE: tl.constexpr, COUNTS: tl.constexpr, PLACE_BITS: tl.constexpr,
+    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Write the verify rows and the tile of one state row per program."""
+    row = tl.program_id(0)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    fields = rows_ptr + row.to(tl.int64) * row_stride
+    text = text_ptr + row.to(tl.int64) * text_stride
+    token, position, limit = tl.load(fields + TOKEN), tl.load(fields + POSITION), tl.load(fields + LIMIT)
+    chunk = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(best_ptr + row * n_chunks + chunk, mask=chunk < n_chunks, other=0), axis=0)
+    end = best & ((1 << PLACE_BITS) - 1)
+    n_drafts = tl.where(best > 0, tl.maximum(tl.minimum(N_DRAFTS, limit - 2 - position), 0), 0)
+    i = tl.arange(0, PLACES)
+    is_draft = (i > 0) & (i <= n_drafts)
+    source = end + 1 + tl.maximum(i - 1, 0) % tl.maximum(position - end, 1)
+    drafts = tl.load(text + source, mask=is_draft & (source < position), other=0)
+    tokens = tl.where(is_draft & (source < position), drafts, token)
+    is_there = (position >= 0) & (i <= n_drafts)
+    places = tl.where(is_there, position + i, -1)
+    tl.store(text + position, token, mask=position >= 0)
+    first = row * (N_DRAFTS + 1)
+    for begin in range(0, N_WORDS, WORDS):
+        word = begin + tl.arange(0, WORDS)
+        copied = tl.load(fields + word, mask=word < N_WORDS, other=0)[None, :]
+        copied = tl.where((word == TOKEN)[None, :], tokens[:, None], copied)
+        copied = tl.where((word == POSITION)[None, :], places[:, None], copied)
+        cleared = (word == COUNTS)[None, :] & (i > 0)[:, None]
+        cleared = cleared | ((word == TEMPERATURE)[None, :] & (is_there == 0)[:, None])
+        copied = tl.where(cleared, 0, copied)
+        target = wide_ptr + (first + i).to(tl.int64)[:, None] * wide_stride + word[None, :]
+        tl.store(target, copied, mask=(i <= N_DRAFTS)[:, None] & (word < N_WORDS)[None, :])
+    if columns_ptr is not None:
+        piece = tl.arange(0, PIECES_PADDED)
+        column = columns_ptr + row * PIECES + piece
+        mine, zeros = piece < PIECES, piece * 0
+        start = tl.maximum(position, 0)
+        tl.store(column, zeros + first, mask=mine)
+        tl.store(column + columns_stride, zeros + tl.where(position >= 0, 1 + n_drafts, 0), mask=mine)
+        tl.store(column + 2 * columns_stride, zeros + start, mask=mine)
+        tl.store(column + 3 * columns_stride, zeros + first, mask=mine)
+        tl.store(column + 4 * columns_stride, zeros + start, mask=mine)
+        tl.store(column + 5 * columns_stride, zeros + row, mask=mine)
+        tl.store(column + 6 * columns_stride, piece, mask=mine)
+        tl.store(column + 7 * columns_stride, zeros + PIECES, mask=mine)
+
+
+def propose(*, state: DeviceState, texts: Texts, verified: Verified, dependent: int = False) -> None:
+    """Append last tokens, draft, and fill ``verified`` as :func:`propose_ref` does, in two Triton kernels.
+
+    dependent: the launch mode, as in ``launch_options``.
+    """
+    rows, n_chunks, k = len(state.rows), cdiv(texts.tokens.shape[1], CHUNK), verified.n_drafts
+    best = texts.tokens.new_empty(rows, n_chunks)
+    fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
+    strides = state.rows.stride(0), texts.tokens.stride(0)
+    _match_kernel[(rows, n_chunks)](
+        state.rows, texts.tokens, texts.is_drafted, best, *strides, **fields, LONGEST=LONGEST,
+        SHORTEST=SHORTEST, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
+    )  # fmt: skip
+    wide, columns = verified.state.rows, verified.columns
+    n_words = state.rows.shape[1] if columns is None else FIELDS
+    sizes = {
+        "N_WORDS": n_words,
+        "N_DRAFTS": k,
+        "PIECES": verified.pieces,
+        "WORDS": min(64, next_power_of_2(n_words)),
+    }
+    padded = {"CHUNKS": next_power_of_2(n_chunks), "PLACES": next_power_of_2(k + 1)}
+    padded["PIECES_PADDED"] = next_power_of_2(verified.pieces)
+    _expand_kernel[(rows,)](
+        state.rows, wide, columns, texts.tokens, best, state.rows.stride(0), wide.stride(0),
+        0 if columns is None else columns.stride(0), texts.tokens.stride(0), n_chunks, **sizes, **padded,
+        **fields, LIMIT=ADVANCED["LIMIT"], TEMPERATURE=TEMPERATURE, COUNTS=COUNTS, PLACE_BITS=PLACE_BITS,
+        **launch_options(dependent),
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose_kernel(
+    values_ptr, indices_ptr, chosen_ptr, TILES, WIDTH: tl.constexpr, NOT_FINITE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Choose the token of one verify row per program."""
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    place = tl.program_id(0)
+    tl.store(chosen_ptr + place, chosen_token(values_ptr, indices_ptr, place, TILES, WIDTH, NOT_FINITE))
+
+
+@triton.jit
+def _accept_kernel(
+    rows_ptr, wide_ptr, chosen_ptr, planes_ptr, stops_ptr, text_ptr, row_stride, wide_stride, plane_stride,
+    ring_stride, text_stride, N_STOPS: tl.constexpr, N_DRAFTS: tl.constexpr, PLACES: tl.constexpr,
+    TOKEN: tl.constexpr, POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Advance one state row per program by the choices that count."""
+    row = tl.program_id(0)
+    fields = rows_ptr + row.to(tl.int64) * row_stride
+    position, limit, stop = tl.load(fields + POSITION), tl.load(fields + LIMIT), tl.load(fields + STOP)
+    count = tl.load(fields + ROUND)
+    i = tl.arange(0, PLACES)
+    inside = i <= N_DRAFTS
+    first = row * (N_DRAFTS + 1)
+    wide = wide_ptr + (first + i).to(tl.int64) * wide_stride
+    drafts = tl.load(wide + TOKEN, mask=inside, other=-1)
+    places = tl.load(wide + POSITION, mask=inside, other=-1)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    chosen = tl.load(chosen_ptr + first + i, mask=inside, other=-1)
+    before = tl.load(chosen_ptr + first + i - 1, mask=inside & (i > 0), other=-1)
+    ended = ends_row(chosen, position + i, limit, stop, stops_ptr, N_STOPS)
+    ended_before = ends_row(before, position + i - 1, limit, stop, stops_ptr, N_STOPS)
+    fails = (i > 0) & ((places < 0) | (before != drafts) | ended_before | (inside == 0))
+    live = position >= 0
+    n = tl.min(tl.where(fails, i, N_DRAFTS + 1), axis=0)  # places before the first that fails
+    is_last = i == n - 1
+    token = tl.sum(tl.where(is_last, chosen, 0), axis=0)
+    is_over = tl.sum(tl.where(is_last, ended.to(tl.int32), 0), axis=0) > 0
+    given = tl.load(chosen_ptr + first + n - 1 - i, mask=i < n, other=-1)
+    ring = planes_ptr + i.to(tl.int64) * plane_stride + count * ring_stride + row
+    tl.store(ring, tl.where(live, given, -1), mask=inside)
+    text = text_ptr + row.to(tl.int64) * text_stride + position + 1 + i
+    kept = (i < tl.where(live, n, 0)) & (chosen >= 0)
+    tl.store(text, chosen, mask=kept & (position + 1 + i < text_stride))
+    tl.store(fields + ROUND, (count + 1) % ROUNDS)
+    tl.store(fields + TOKEN, token, mask=live & (token >= 0))
+    tl.store(fields + POSITION, tl.where(live & (is_over == 0), position + n, -1))
+
+
+def accept(
+    *, state: DeviceState, texts: Texts, verified: Verified, values: Tensor | None, indices: Tensor,
+    dependent: int = False,
+) -> None:  # fmt: skip
+    """Advance rows as :func:`accept_ref` does, in Triton. dependent: the launch mode."""
+    k, rows, chosen = verified.n_drafts, len(state.rows), indices
+    if values is not None:
+        chosen = indices.new_empty(len(indices))
+        tiles = indices.shape[1]
+        _choose_kernel[(len(indices),)](
+            values, indices, chosen, tiles, next_power_of_2(tiles), NOT_FINITE, **launch_options(dependent)
+        )
+    wide, planes, text = verified.state.rows, state.planes, texts.tokens
+    strides = state.rows.stride(0), wide.stride(0), planes.stride(0), planes.stride(1), text.stride(0)
+    _accept_kernel[(rows,)](
+        state.rows, wide, chosen, planes, state.stop_tokens, text, *strides, N_STOPS=len(state.stop_tokens),
+        N_DRAFTS=k, PLACES=next_power_of_2(k + 1), **ADVANCED, ROUNDS=ROUNDS, num_warps=1,
+        **launch_options(dependent),
+    )  # fmt: skip
+
+
+@triton.jit
+def _note_kernel(
+    rows_ptr, text_ptr, row_stride, text_stride, n_rows, ROWS: tl.constexpr, TOKEN: tl.constexpr,
+    POSITION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    fields = rows_ptr + row.to(tl.int64) * row_stride
+    position = tl.load(fields + POSITION, mask=row < n_rows, other=-1)
+    token = tl.load(fields + TOKEN, mask=row < n_rows, other=0)
+    tl.store(text_ptr + row.to(tl.int64) * text_stride + position, token, mask=position >= 0)
+
+
+def note(*, state: DeviceState, texts: Texts, dependent: int = False) -> None:
+    """Append last tokens as :func:`note_ref` does, in Triton. dependent: the launch mode."""
+    rows = len(state.rows)
+    strides = state.rows.stride(0), texts.tokens.stride(0)
+    fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
+    _note_kernel[(cdiv(rows, 32),)](
+        state.rows, texts.tokens, *strides, rows, ROWS=32, **fields, num_warps=1, **launch_options(dependent)
+    )

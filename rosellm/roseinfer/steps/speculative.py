@@ -1,0 +1,311 @@
+"""Speculative decoding inside the resident step: one graph drafts, verifies, accepts and advances.
+
+A step gives each row 1 to k + 1 tokens, the same as single steps would. Whether a batch's next step drafts is
+decided on the host, from the times and the accepted drafts of earlier steps: with many rows, verifying costs
+more than it saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.models.attention import Attend
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.device_state import INERT, DeviceState
+from rosellm.roseinfer.kernels import attention
+from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
+from rosellm.roseinfer.kernels.prefill import Launch, launch_for
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
+from rosellm.roseinfer.kernels.speculation import Texts, Verified
+from rosellm.roseinfer.kernels.table import Kernels, is_stock
+from rosellm.roseinfer.layers.attention import PagedAttention
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.planner import RELEASED, Batch
+from rosellm.roseinfer.steps.resident import Begun, ResidentStep
+from rosellm.roseinfer.steps.worker import Worker
+from rosellm.triton_or_none import next_power_of_2
+
+VERIFY = "verify/"  # begins the attention variants of steps that verify drafts; their pieces follow
+MOST_VERIFIED = 256  # verify rows of a step
+KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
+HEADS_AT_ONCE = 8  # query heads of a program, at most
+SMOOTHING, PROBE = 0.1, 64
+
+
+class SpeculativeWorker(Worker):
+    """A worker whose steps can also draft and verify ``n_drafts`` tokens per row.
+
+    kernels: those of the engine.
+    invariant: whether logits must be bitwise those of single steps. Verify rows then attend as rows of a
+        decode step do, twice: the first time caches their keys and values.
+    parts: the arguments of ``Worker``.
+    """
+
+    def __init__(
+        self, model: Transformer, kernels: Kernels, n_drafts: int, invariant: bool, **parts: Any
+    ) -> None:
+        super().__init__(**parts)
+        self.n_drafts, self.kernels, self.invariant = n_drafts, kernels, invariant
+        self.config, places = model.config, n_drafts + 1
+        self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
+        most = min(self.n_rows, MOST_VERIFIED // places)
+        self._wide = DeviceState(most * places, self.state.table.shape[1], self.device)
+        self._wide.stop_tokens = self.state.stop_tokens
+        tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
+        self.texts = Texts(tokens, torch.zeros(self.n_rows, dtype=torch.int32, device=self.device))
+        packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
+        self._layers_for = self.layers_for if invariant else packed.layers_for
+        self._launch = {}
+        on_gpu = self.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
+        usual = launch_for(model.dtype, self.config.head_dim, self.config.group)
+        self._heads = min(self.config.group & -self.config.group, HEADS_AT_ONCE)
+        if is_stock(kernels, "prefill_attention"):
+            self._launch = {"launch": Launch(usual.block_n, 4, usual.num_stages, self._heads)}
+
+    # Called by name, as the methods of ``Worker``.
+
+    def write_texts(self, words: np.ndarray, n: int) -> None:
+        """Write texts of state rows.
+
+        words: int32: n rows, and for each whether it gets drafts; then m places, row * L + position, and the
+            m tokens to write there.
+        """
+        sent = self._staging.put(words).send()
+        self.texts.is_drafted[sent[:n].long()] = sent[n : 2 * n]
+        places, tokens = sent[2 * n :].view(2, -1)
+        self.texts.tokens.view(-1)[places.long()] = tokens
+
+    def move_rows(self, indices: np.ndarray) -> None:
+        super().move_rows(indices)
+        source, target = torch.from_numpy(indices).long().to(self.device)
+        for texts in (self.texts.tokens, self.texts.is_drafted):
+            texts[target] = texts[source]
+
+    # Called by this rank only.
+
+    def takes(self, rows: int) -> bool:
+        """Return whether steps of this captured batch size can verify drafts."""
+        return rows * (self.n_drafts + 1) <= len(self._wide.rows)
+
+    def verify_variant(self, rows: int, longest: int) -> str:
+        """Return the attention variant of a step that verifies drafts; its pieces fill the GPU."""
+        programs = max(1, rows * self.config.n_heads // self._heads)
+        most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
+        return f"{VERIFY}{1 << (max(most, 1).bit_length() - 1)}"
+
+    def variants(self, rows: int) -> list[str]:
+        plain = super().variants(rows)
+        if not self.takes(rows):
+            return plain
+        longest = [1 << power for power in range((self.longest - 1).bit_length() + 1)]
+        return plain + sorted({self.verify_variant(rows, most) for most in longest})
+
+    def _verified(self, state: DeviceState, pieces: int) -> Verified:
+        rows = len(state.rows)
+        columns = None
+        if not self.invariant:
+            columns = torch.empty(COLUMNS, rows * pieces, dtype=torch.int32, device=self.device)
+        return Verified(self._wide.first(rows * (self.n_drafts + 1)), columns, self.n_drafts, pieces)
+
+    def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
+        if not variant.startswith(VERIFY):
+            self.kernels.note_tokens(state=state, texts=self.texts)
+            return super()._run(state, mode, variant)
+        hidden, verified = self._verify(state, variant)
+        self._accept(hidden, state, verified, mode)
+        return hidden
+
+    def _verify(
+        self, state: DeviceState, variant: str, n_layers: int | None = None
+    ) -> tuple[Tensor, Verified]:
+        verified = self._verified(state, int(variant.removeprefix(VERIFY)))
+        self.kernels.propose_drafts(state=state, texts=self.texts, verified=verified)
+        wide = verified.state
+        attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
+        return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
+
+    def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
+        chooser = self.next_tokens.chooser
+        values, indices = chooser(hidden, verified.state, chooser.serving(mode, len(hidden)))
+        given = {"state": state, "texts": self.texts, "verified": verified}
+        self.kernels.accept_drafts(**given, values=values, indices=indices)
+
+    def _attend_by_tiles(self, state: DeviceState, verified: Verified) -> Attend:
+        """Return an attention that reads each row's cache once for all of its verify rows."""
+        assert verified.columns is not None
+        size = max(SMALLEST_DOT, next_power_of_2(self.n_drafts + 1))
+        tiles = Tiles(verified.columns, size, verified.pieces > 1, alone=True)
+        position, attention = self.kernels.position_heads, self.kernels.prefill_attention
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if rotary := self._rotary[layer]:
+                position(q=q, k=k, positions=verified.state.positions, rotary=rotary)
+            return attention(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=self.blocks.k_cache[layer],
+                v_cache_layer=self.blocks.v_cache[layer],
+                block_table=state.table,
+                tiles=tiles,
+                scale=self.config.scale,
+                window=self.config.window,
+                **self._launch,
+            )
+
+        return attend
+
+    def _attend_by_rows(self, wide: DeviceState) -> Attend:
+        """Return an attention that sums as decode steps do. It reads a row's cache for each verify row."""
+        once = self.bind(wide, self.bind.variant(len(wide.rows), 1, 1))
+        if not isinstance(once, PagedAttention) or self.kernels.name == "torch":
+            return once  # row by row
+        again = replace(once, kernel=attention.append_and_attend)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            once(layer, q, k, v)
+            return again(layer, q, k, v)
+
+        return attend
+
+    def _run_idle(self, bucket: int) -> None:
+        super()._run_idle(bucket)
+        for variant in self.variants(bucket):
+            if variant.startswith(VERIFY):
+                self._verify_idle(bucket, variant)
+
+    def _verify_idle(self, bucket: int, variant: str) -> None:
+        idle = self._idle.first(bucket)
+        hidden, verified = self._verify(idle, variant, 1)
+        for mode in self.next_tokens.chooser.modes(bucket):
+            self._accept(hidden, idle, verified, mode)
+
+    def _hidden(self, state: DeviceState, variant: str, n_layers: int | None = None) -> Tensor:
+        if variant.startswith(VERIFY):
+            return self._verify(state, variant, n_layers)[0]
+        return super()._hidden(state, variant, n_layers)
+
+    def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
+        if variant.startswith(VERIFY):
+            self._verify_idle(bucket, variant)
+        else:
+            super()._warm_up_step(bucket, mode, variant)
+
+
+class Pace:
+    """Decides from measurements whether the next step of a batch drafts.
+
+    A step that drafts takes longer, and gives a row one token more for each accepted draft. From time to time
+    the other kind of step is taken, so that both times, and the accepted drafts, stay known.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, bool], float] = {}  # captured batch size, whether it drafts
+        self._since = 0  # steps since the other kind of step was last taken
+
+    def drafts(self, rows: int, accepted: float) -> bool:
+        """Return whether the next step drafts.
+
+        rows: the captured batch size.
+        accepted: the mean number of accepted drafts per row and drafting step, of late.
+        """
+        plain, drafting = (self._seconds.get((rows, kind)) for kind in (False, True))
+        if drafting is None or plain is None:
+            return drafting is None
+        self._since += 1
+        longer = max(drafting / plain, 1.0)
+        pays = 1 + accepted > longer
+        if self._since >= PROBE * longer:
+            self._since = 0
+            return not pays
+        return pays
+
+    def note(self, rows: int, drafted: bool, seconds: float) -> None:
+        """Note the time of a step; the shortest of the first two counts, then all of them do."""
+        known = self._seconds.get((rows, drafted), seconds)
+        self._seconds[rows, drafted] = min(known, seconds) * SMOOTHING + known * (1 - SMOOTHING)
+
+
+class SpeculativeStep(ResidentStep):
+    """A resident step that may give each row several tokens at once.
+
+    worker: a :class:`SpeculativeWorker`.
+    """
+
+    worker: SpeculativeWorker
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.pace = Pace()
+        self._planes = self.worker.state.planes.numpy()
+        self._latest_counts: dict[Sequence, int] = {}
+        self._asking: tuple[np.ndarray, np.ndarray] | None = None  # of a plan, and of its verify rows
+
+    def _n_drafts(self, rows: int, batch: Batch) -> int:
+        """Return how many drafts the next step verifies per row: all, or 0."""
+        if not self.worker.takes(rows) or not self.planner.n_drafts[batch.indices].any():
+            return 0
+        accepted = sum(s.accepted_drafts for s in batch.sequences) / len(batch.sequences)
+        return self.worker.n_drafts if self.pace.drafts(rows, accepted) else 0
+
+    def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
+        if not n_drafts:
+            super()._launch(rows, batch, 0)
+            return
+        longest = int(self.planner.position[batch.indices].max())
+        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
+
+    def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
+        if n_drafts and asking.size:
+            if self._asking is None or self._asking[0] is not asking:
+                self._asking = asking, asking * np.array([[n_drafts + 1], [1], [1]])
+            asking = self._asking[1]
+        super()._find_logprobs(asking)
+
+    def _commit(self, begun: Begun) -> Done:
+        self._latest_counts = {}
+        done = self._commit_drafts(begun) if begun.n_drafts else super()._commit(begun)
+        if begun.kind == "decode":
+            self.pace.note(begun.n_rows, begun.n_drafts > 0, done.seconds)
+        return done
+
+    def _commit_drafts(self, begun: Begun) -> Done:
+        """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""
+        rows, sequences, indices = begun.batch
+        planes = self._planes[: begun.n_drafts + 1, begun.rounds, indices]  # [k + 1, n]
+        counts = 1 + (planes[1:] > INERT).sum(axis=0)
+        live = [i for i, row in enumerate(rows) if row.index != RELEASED]
+        given: dict[Sequence, int] = {}
+        for i in live:
+            index, sequence, n = rows[i].index, sequences[i], int(counts[i])
+            self._latest_counts[sequence] = n
+            self.planner.accept(index, n, begun.n_drafts)
+            if self.planner.n_drafts[index]:
+                sequence.accepted_drafts += SMOOTHING * (n - 1 - sequence.accepted_drafts)
+            given[sequence] = sequence.commit_all(planes[:n, i][::-1].tolist())
+        failed = [s for s in given if s.finish_reason == "failed"]
+        got = [s for s, n in given.items() if n]
+        if begun.has_logprobs:
+            self._give_logprobs(begun, live, set(got))
+        self._free_ended([rows[i] for i in live])
+        seconds = begun.clock.seconds_since(begun.since)
+        return Done("decode", got, seconds, failed, [given[s] for s in got])
+
+    def last_logits(self) -> Tensor:
+        """Return logits as ``ResidentStep`` does: those from which each row's last token was chosen."""
+        self._settle()
+        if self._latest is None or not self._latest_counts:
+            return super().last_logits()
+        sequences, batch = self._latest
+        places = self.worker.n_drafts + 1
+        place = dict(zip(batch.sequences, (batch.indices * places).tolist(), strict=True))
+        rows = [place[s] + self._latest_counts[s] - 1 for s in sequences if s in place]
+        return self._call("logits", np.array(rows))
