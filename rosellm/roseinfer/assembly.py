@@ -13,6 +13,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
@@ -67,13 +68,14 @@ def build_step(
         parts = partial(_parts, Recipe(), model, blocks, kernels, width, n_rows, group)
         return rung.build_step(model, blocks, kernels, n_rows, max_model_len, parts)
     recipe = cast(Recipe, rung)
+    dependent = recipe.launch == "dependent" and model.device.type == "cuda"
     if recipe.numerics == "invariant":
-        dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
     step_parts = _parts(recipe, model, blocks, kernels, width, n_rows, group, n_drafts)
     if recipe.speculation != "none":
-        worker = SpeculativeWorker(model, kernels, n_drafts, recipe.numerics == "invariant", **step_parts)
-        return SpeculativeStep.on(worker, model, group)
+        drafting = draft_kernels(kernels.name, dependent)
+        given = model, kernels, drafting, n_drafts, recipe.numerics == "invariant"
+        return SpeculativeStep.on(SpeculativeWorker(*given, **step_parts), model, group)
     if recipe.exhibit != "none":
         return load_exhibit(recipe.exhibit).build_step(model, kernels, **step_parts)
     return ResidentStep.on(Worker(**step_parts), model, group)

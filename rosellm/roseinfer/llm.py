@@ -83,8 +83,8 @@ class LLM:
     max_num_batched_tokens: maximum number of prompt tokens per scheduler iteration.
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
-    speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the same
-        step; the tokens are those without it. None decodes one token per step.
+    speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
+        same step, which changes no token. None decodes one token per step.
     speculative_tokens: maximum number of tokens drafted per step and sequence, 1 to 16.
     seed: seeds the requests that have no seed, so that the same calls give the same tokens; None gives each
         a fresh seed.

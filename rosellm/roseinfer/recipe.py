@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import permutations
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
@@ -224,7 +224,7 @@ def speculating(recipe: str | Rung | None, proposer: str, device: torch.device) 
     rung = recipe if isinstance(recipe, Rung) else LADDER[get_rung(recipe, device)]
     if not isinstance(rung, Recipe):
         raise RecipeError(f"rung {describe(recipe)} cannot speculate; {_CHANGES[0][1]} and later rungs can")
-    found = replace(rung, **{"speculation": proposer})
+    found = replace(rung, speculation=cast(Any, proposer))
     return next((name for name, known in LADDER.items() if known == found), found)
 
 

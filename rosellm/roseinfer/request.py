@@ -191,7 +191,7 @@ class Sequence:
         return n_new
 
     def cut(self, n_tokens: int) -> None:
-        """Forget all tokens but the first ``n_tokens``: a stop string ended the sequence before the others."""
+        """Forget all tokens but the first ``n_tokens``, with which a stop string ended the sequence."""
         del self.tokens[n_tokens:]
         self.num_cached_tokens = min(self.num_cached_tokens, n_tokens - 1)
 
@@ -212,7 +212,9 @@ class Sequence:
     def follow_text(self, n_new: int = 1) -> int:
         """Push the latest tokens to ``text``, unless their text is left out; a stop string ends the sequence.
 
-        n_new: number of tokens to push. Returns how many of them stay: those after a stop string are forgotten.
+        n_new: number of tokens to push. Those after a stop string are forgotten.
+
+        Returns how many tokens are left.
         """
         if self.text is None:
             return n_new

@@ -11,7 +11,10 @@ accept more often, but keep only the distribution).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +37,8 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.sampling import NOT_FINITE
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-ROLES = dict.fromkeys(("_match_kernel", "_expand_kernel", "_choose_kernel", "_accept_kernel"), "sampling")
+STEPS = "match", "expand", "choose", "accept", "note"
+ROLES = dict.fromkeys((f"_{step}_kernel" for step in STEPS), "sampling")
 LONGEST, SHORTEST = 8, 2  # tokens of a suffix that are compared, and that must occur again
 CHUNK = 1024  # tokens of a text per program
 PLACE_BITS = 26
@@ -383,3 +387,21 @@ def note(*, state: DeviceState, texts: Texts, dependent: int = False) -> None:
     _note_kernel[(cdiv(rows, 32),)](
         state.rows, texts.tokens, *strides, rows, ROWS=32, **fields, num_warps=1, **launch_options(dependent)
     )
+
+
+class DraftKernels(NamedTuple):
+    """The device functions of drafting, in Triton or torch."""
+
+    note: Callable[..., None]
+    propose: Callable[..., None]
+    accept: Callable[..., None]
+
+
+def draft_kernels(name: str, dependent: bool) -> DraftKernels:
+    """Return the functions for kernels called ``name``, "triton" or "torch".
+
+    dependent: whether to use programmatic dependent launch.
+    """
+    if name == "torch":
+        return DraftKernels(note_ref, propose_ref, accept_ref)
+    return DraftKernels(*(partial(kernel, dependent=dependent) for kernel in (note, propose, accept)))

@@ -83,9 +83,6 @@ class Kernels:
     count_tokens: Callable[..., None]
     store_likely: Callable[..., None]
     advance: Callable[..., None]
-    note_tokens: Callable[..., None]
-    propose_drafts: Callable[..., None]
-    accept_drafts: Callable[..., None]
 
 
 def triton_kernels(dependent: int) -> Kernels:
@@ -108,9 +105,6 @@ def triton_kernels(dependent: int) -> Kernels:
         "choose_filtered": filtered.choose_filtered,
         "count_tokens": penalties.count_tokens,
         "advance": advance.advance,
-        "note_tokens": speculation.note,
-        "propose_drafts": speculation.propose,
-        "accept_drafts": speculation.accept,
     }
     return Kernels(
         name="triton",
@@ -147,9 +141,6 @@ TORCH = Kernels(
     penalties.count_tokens_ref,
     likely.store_likely_ref,
     advance.advance_ref,
-    speculation.note_ref,
-    speculation.propose_ref,
-    speculation.accept_ref,
 )
 
 

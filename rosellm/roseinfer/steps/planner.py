@@ -191,7 +191,7 @@ class Planner:
             self._left_behind.clear()
 
     def grow(self, batch: Batch, n_drafts: int = 0) -> None:
-        """Reserve slots in the KV cache for the rows whose next tokens have none, and send their block tables.
+        """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
         n_drafts: number of draft tokens that the next step verifies per row.
 

@@ -234,10 +234,13 @@ class ResidentStep:
         return 0
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
-        """Run the step, with the attention variant for the numbers of cached tokens in the batch."""
+        """Run the step."""
+        self._call("decode", rows, self._plan.mode, self._variant(rows, batch))
+
+    def _variant(self, rows: int, batch: Batch) -> str:
+        """Return the attention variant for the numbers of cached tokens in the batch."""
         cached = self.planner.position[batch.indices]
-        variant = self.worker.variant(rows, int(cached.max()), float(cached.mean()))
-        self._call("decode", rows, self._plan.mode, variant)
+        return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
         mode = self.worker.next_tokens.chooser.mode([s.params for s in batch.sequences])

@@ -21,7 +21,7 @@ from rosellm.roseinfer.kernels import attention
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
 from rosellm.roseinfer.kernels.prefill import Launch, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
-from rosellm.roseinfer.kernels.speculation import Texts, Verified
+from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.outputs import Done
@@ -42,17 +42,24 @@ SMOOTHING, PROBE = 0.1, 64
 class SpeculativeWorker(Worker):
     """A worker whose steps can also draft and verify ``n_drafts`` tokens per row.
 
-    kernels: those of the engine.
+    kernels, drafting: the device functions.
     invariant: whether logits must be bitwise those of single steps. Verify rows then attend as rows of a
         decode step do, twice: the first time caches their keys and values.
     parts: the arguments of ``Worker``.
     """
 
     def __init__(
-        self, model: Transformer, kernels: Kernels, n_drafts: int, invariant: bool, **parts: Any
+        self,
+        model: Transformer,
+        kernels: Kernels,
+        drafting: DraftKernels,
+        n_drafts: int,
+        invariant: bool,
+        **parts: Any,
     ) -> None:
         super().__init__(**parts)
-        self.n_drafts, self.kernels, self.invariant = n_drafts, kernels, invariant
+        self.kernels, self.drafting = kernels, drafting
+        self.n_drafts, self.invariant = n_drafts, invariant
         self.config, places = model.config, n_drafts + 1
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         most = min(self.n_rows, MOST_VERIFIED // places)
@@ -117,7 +124,7 @@ class SpeculativeWorker(Worker):
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         if not variant.startswith(VERIFY):
-            self.kernels.note_tokens(state=state, texts=self.texts)
+            self.drafting.note(state=state, texts=self.texts)
             return super()._run(state, mode, variant)
         hidden, verified = self._verify(state, variant)
         self._accept(hidden, state, verified, mode)
@@ -127,7 +134,7 @@ class SpeculativeWorker(Worker):
         self, state: DeviceState, variant: str, n_layers: int | None = None
     ) -> tuple[Tensor, Verified]:
         verified = self._verified(state, int(variant.removeprefix(VERIFY)))
-        self.kernels.propose_drafts(state=state, texts=self.texts, verified=verified)
+        self.drafting.propose(state=state, texts=self.texts, verified=verified)
         wide = verified.state
         attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
         return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
@@ -136,7 +143,7 @@ class SpeculativeWorker(Worker):
         chooser = self.next_tokens.chooser
         values, indices = chooser(hidden, verified.state, chooser.serving(mode, len(hidden)))
         given = {"state": state, "texts": self.texts, "verified": verified}
-        self.kernels.accept_drafts(**given, values=values, indices=indices)
+        self.drafting.accept(**given, values=values, indices=indices)
 
     def _attend_by_tiles(self, state: DeviceState, verified: Verified) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""
@@ -229,9 +236,9 @@ class Pace:
         return pays
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note the time of a step; the shortest of the first two counts, then all of them do."""
+        """Note the time of a step; one that took very long counts as twice the usual."""
         known = self._seconds.get((rows, drafted), seconds)
-        self._seconds[rows, drafted] = min(known, seconds) * SMOOTHING + known * (1 - SMOOTHING)
+        self._seconds[rows, drafted] = known + SMOOTHING * (min(seconds, 2 * known) - known)
 
 
 class SpeculativeStep(ResidentStep):

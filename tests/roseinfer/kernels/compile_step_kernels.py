@@ -46,15 +46,25 @@ MODELS = {
 
 
 def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows: tuple[int, ...]) -> None:
-    """The kernels of prefills in whole and in pieces, and of decode steps of those numbers of rows."""
+    """The kernels of prefills in whole and in pieces, and of decode steps of those numbers of rows.
+
+    Decode steps also draft and verify.
+    """
     config = small_config(n_layers=1, vocab_size=50257, n_positions=4096, **shape)
     model = Transformer.allocate(config, CPU, dtype)
     sizes = {"max_batch_size": max(rows), "num_kv_blocks": 4, "block_size": 64}
-    engine = small_engine(model, recipe=BEST_RUNG, kernels=kernels, warm_up=False, **sizes)
-    worker = engine.step.worker
-    worker.bind.num_sms = 132
-    for run in [*worker.prompts.warm_ups(), *(run for n in rows for run in worker.warm_ups(n))]:
-        run()
+    for recipe in BEST_RUNG, "speculative":
+        engine = small_engine(model, recipe=recipe, kernels=kernels, warm_up=False, **sizes)
+        worker = engine.step.worker
+        worker.bind.num_sms = 132
+        if recipe == BEST_RUNG:
+            for run in worker.prompts.warm_ups():
+                run()
+        else:
+            worker._num_sms = 132
+        for n in rows:
+            for run in worker.warm_ups(n):
+                run()
 
 
 def pointers(signature: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Drafts from a row's own text, and which of the model's choices count: spec and kernels, and a plain oracle."""
+"""Drafts from a row's own text, and which choices of the model count: spec, kernels and a plain oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from rosellm.roseinfer.cache.device_state import (
     DeviceState,
 )
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
-from rosellm.roseinfer.kernels.speculation import CHUNK, LONGEST, SHORTEST, Texts, Verified, drafts_after
+from rosellm.roseinfer.kernels.speculation import (
+    CHUNK,
+    LONGEST,
+    SHORTEST,
+    DraftKernels,
+    Texts,
+    Verified,
+    draft_kernels,
+    drafts_after,
+)
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.sampling import NOT_FINITE
 from tests.roseinfer.kernels.kernel_checks import every_twin
@@ -81,6 +90,10 @@ class Rows:
         return drafted(text, self.k)[: max(limit - 2 - (len(text) - 1), 0)]
 
 
+def drafting(kernels: Kernels) -> DraftKernels:
+    return draft_kernels(kernels.name, dependent=False)
+
+
 SIZES = [(0, 1, 7), (1, 9, 7), (2, 5, 16), (3, 6, 1), (4, 33, 3)]
 
 
@@ -103,7 +116,7 @@ def test_the_longest_suffix_that_occurs_again_is_continued_from_its_latest_place
 def test_each_row_is_verified_with_its_drafts(kernels: Kernels, device, seed, n_rows, k, pieces):
     made = Rows(seed, n_rows, k, device, pieces)
     state, before = made.state, made.state.rows.clone()
-    kernels.propose_drafts(state=state, texts=made.texts, verified=made.verified)
+    drafting(kernels).propose(state=state, texts=made.texts, verified=made.verified)
     assert torch.equal(state.rows, before)
     n_words = FIELDS if pieces else state.rows.shape[1]
     n_drafted = 0
@@ -166,7 +179,7 @@ def test_a_row_advances_by_the_tokens_that_single_steps_would_give_it(
 ):
     made = Rows(seed, n_rows, k, device)
     state = made.state
-    kernels.propose_drafts(state=state, texts=made.texts, verified=made.verified)
+    drafting(kernels).propose(state=state, texts=made.texts, verified=made.verified)
     chosen = [chosen_tokens(made, row) for row in range(n_rows)]
     expected = [accepted(made, row, tokens) for row, tokens in enumerate(chosen)]
     ends = [
@@ -178,7 +191,7 @@ def test_a_row_advances_by_the_tokens_that_single_steps_would_give_it(
     ]
     before, values, indices = state.rows.clone(), *choices(chosen, device, as_tiles)
     state.planes.fill_(-99)
-    kernels.accept_drafts(
+    drafting(kernels).accept(
         state=state, texts=made.texts, verified=made.verified, values=values, indices=indices
     )
     if device == "cuda":
@@ -220,7 +233,7 @@ def choices(chosen: list[list[int]], device: str, as_tiles: bool) -> tuple[Tenso
 def test_a_plain_steps_last_token_joins_the_text(kernels: Kernels, device):
     made = Rows(5, 40, 2, device)
     before = made.texts.tokens.clone()
-    kernels.note_tokens(state=made.state, texts=made.texts)
+    drafting(kernels).note(state=made.state, texts=made.texts)
     for row, text in enumerate(made.texts_of):
         if made.inert[row]:
             assert torch.equal(made.texts.tokens[row], before[row])
