@@ -408,10 +408,10 @@ def append_and_attend(
     smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
     tiling = _tiling(variant, window, group, k_cache_layer, rotary)
-    rows, pointers = rows_of(block_table, positions), _pointers(rotary)
+    rows = rows_of(block_table, positions)
     partial = new_partial(out, variant.pieces + batch) if variant.combine else None
     _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-        out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
+        out, partial, new, *described(cache, shape, tiling), cache, rows, pointers(rotary), plan.starts,
         scale * LOG2_E, shape, tiling,
         num_warps=variant.warps, num_stages=variant.stages, **launch_options(dependent),
     )  # fmt: skip
@@ -436,7 +436,7 @@ def _tiling(
     return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(cache_layer), norms, False)
 
 
-def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
+def described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
     """Return TMA descriptors of keys and values, or (None, None) if TMA cannot be used."""
     in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
     if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
@@ -444,7 +444,7 @@ def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
     return described_rows(cache, tiling.TILE)
 
 
-def _pointers(rotary: Rotary | None) -> Rotary | None:
+def pointers(rotary: Rotary | None) -> Rotary | None:
     """Return ``rotary`` with placeholders for missing norm weights: Triton requires tensors in all fields."""
     if rotary is None or rotary.q_norm is not None:
         return rotary

@@ -390,11 +390,12 @@ def note(*, state: DeviceState, texts: Texts, dependent: int = False) -> None:
 
 
 class DraftKernels(NamedTuple):
-    """The device functions of drafting, in Triton or torch."""
+    """The device functions of drafting, in Triton or torch, and whether their launches are dependent."""
 
     note: Callable[..., None]
     propose: Callable[..., None]
     accept: Callable[..., None]
+    dependent: bool = False
 
 
 def draft_kernels(name: str, dependent: bool) -> DraftKernels:
@@ -404,4 +405,5 @@ def draft_kernels(name: str, dependent: bool) -> DraftKernels:
     """
     if name == "torch":
         return DraftKernels(note_ref, propose_ref, accept_ref)
-    return DraftKernels(*(partial(kernel, dependent=dependent) for kernel in (note, propose, accept)))
+    noting, proposing, accepting = (partial(f, dependent=dependent) for f in (note, propose, accept))
+    return DraftKernels(noting, proposing, accepting, dependent)

@@ -36,6 +36,7 @@ from rosellm.roseinfer.kernels import (
     ring_attention,
     rotary,
     speculation,
+    verify_attention,
 )
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
@@ -43,19 +44,9 @@ from rosellm.triton_or_none import NO_TRITON, has_triton
 # The role of each Triton kernel, by its name in a profile.
 LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
 RINGS = ring, ring_attention
-OTHERS = (
-    advance,
-    filtered,
-    filtered_head,
-    head,
-    likely,
-    noise,
-    penalties,
-    prefill,
-    prefill_pieces,
-    speculation,
-)
-ROLES = {name: role for source in (*LAYERS, *RINGS, *OTHERS) for name, role in source.ROLES.items()}
+DRAFTS = speculation, verify_attention
+OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
+ROLES = {name: role for source in (*LAYERS, *RINGS, *DRAFTS, *OTHERS) for name, role in source.ROLES.items()}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ more than it saves.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import attention
+from rosellm.roseinfer.kernels.attention_plan import Variant, variant_for
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
 from rosellm.roseinfer.kernels.prefill import Launch, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
 from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
+from rosellm.roseinfer.kernels.verify_attention import verify_attention
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
@@ -68,7 +71,9 @@ class SpeculativeWorker(Worker):
         tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
         self.texts = Texts(tokens, torch.zeros(self.n_rows, dtype=torch.int32, device=self.device))
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
-        self._layers_for = self.layers_for if invariant else packed.layers_for
+        self.in_one_tile = not (invariant or self.config.window) and is_stock(kernels, "append_and_attend")
+        self._attention = partial(verify_attention, dependent=drafting.dependent)
+        self._layers_for = self.layers_for if invariant or self.in_one_tile else packed.layers_for
         self._launch = {}
         on_gpu = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
@@ -102,18 +107,22 @@ class SpeculativeWorker(Worker):
         """Return whether steps of this captured batch size can verify drafts."""
         return rows * (self.n_drafts + 1) <= len(self._wide.rows)
 
-    def verify_variant(self, rows: int, longest: int) -> str:
-        """Return the attention variant of a step that verifies drafts; its pieces fill the GPU."""
-        programs = max(1, rows * self.config.n_heads // self._heads)
+    def verify_variant(self, rows: int, longest: int, mean: float) -> str:
+        """Return the attention variant of a step that verifies drafts; arguments as of :meth:`variant`."""
+        c = self.config
+        if self.in_one_tile:
+            sizes = rows, c.n_kv_heads, longest, self._num_sms, max(c.group, 2), c.head_dim, mean
+            return f"{VERIFY}{variant_for(*sizes)}"
+        programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
-        return f"{VERIFY}{1 << (max(most, 1).bit_length() - 1)}"
+        return f"{VERIFY}{Variant(SMALLEST_DOT, 1 << (max(most, 1).bit_length() - 1))}"
 
     def variants(self, rows: int) -> list[str]:
         plain = super().variants(rows)
         if not self.takes(rows):
             return plain
-        longest = [1 << power for power in range((self.longest - 1).bit_length() + 1)]
-        return plain + sorted({self.verify_variant(rows, most) for most in longest})
+        longest = [min(1 << power, self.longest) for power in range((self.longest - 1).bit_length() + 1)]
+        return plain + sorted({self.verify_variant(rows, n, mean) for n in longest for mean in (0, n)})
 
     def _verified(self, state: DeviceState, pieces: int) -> Verified:
         rows = len(state.rows)
@@ -133,10 +142,14 @@ class SpeculativeWorker(Worker):
     def _verify(
         self, state: DeviceState, variant: str, n_layers: int | None = None
     ) -> tuple[Tensor, Verified]:
-        verified = self._verified(state, int(variant.removeprefix(VERIFY)))
+        chosen = Variant.parse(variant.removeprefix(VERIFY))
+        verified = self._verified(state, 1 if self.in_one_tile else chosen.pieces)
         self.drafting.propose(state=state, texts=self.texts, verified=verified)
         wide = verified.state
-        attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
+        if self.in_one_tile:
+            attend = self._attend_in_one_tile(state, wide, chosen)
+        else:
+            attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
         return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
 
     def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
@@ -145,17 +158,38 @@ class SpeculativeWorker(Worker):
         given = {"state": state, "texts": self.texts, "verified": verified}
         self.drafting.accept(**given, values=values, indices=indices)
 
-    def _attend_by_tiles(self, state: DeviceState, verified: Verified) -> Attend:
+    def _attend_in_one_tile(self, state: DeviceState, wide: DeviceState, variant: Variant) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""
+        plan = self.kernels.plan_attention(state.positions, variant, None)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attention(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=self.blocks.k_cache[layer],
+                v_cache_layer=self.blocks.v_cache[layer],
+                block_table=state.table,
+                positions=state.positions,
+                verified_positions=wide.positions,
+                scale=self.config.scale,
+                rotary=self._rotary[layer],
+                plan=plan,
+            )
+
+        return attend
+
+    def _attend_by_tiles(self, state: DeviceState, verified: Verified) -> Attend:
+        """Return the attention of prefills, for which each row's new tokens are a chunk of a prompt."""
         assert verified.columns is not None
         size = max(SMALLEST_DOT, next_power_of_2(self.n_drafts + 1))
         tiles = Tiles(verified.columns, size, verified.pieces > 1, alone=True)
-        position, attention = self.kernels.position_heads, self.kernels.prefill_attention
+        position, attend_tiles = self.kernels.position_heads, self.kernels.prefill_attention
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if rotary := self._rotary[layer]:
                 position(q=q, k=k, positions=verified.state.positions, rotary=rotary)
-            return attention(
+            return attend_tiles(
                 q=q,
                 k_new=k,
                 v_new=v,
@@ -267,8 +301,9 @@ class SpeculativeStep(ResidentStep):
         if not n_drafts:
             super()._launch(rows, batch, 0)
             return
-        longest = int(self.planner.position[batch.indices].max())
-        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
+        cached = self.planner.position[batch.indices]
+        variant = self.worker.verify_variant(rows, int(cached.max()), float(cached.mean()))
+        self._call("decode", rows, self._plan.mode, variant)
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         if n_drafts and asking.size:
