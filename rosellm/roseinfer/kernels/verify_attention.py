@@ -18,7 +18,7 @@ from rosellm.roseinfer.kernels.attention import (
     load_norms,
     pointers,
 )
-from rosellm.roseinfer.kernels.attention_plan import Plan, span_of
+from rosellm.roseinfer.kernels.attention_plan import MIDDLE, SHORT, Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import Tiling, combine, gathered, new_partial, no_keys
 from rosellm.roseinfer.kernels.paged_cache import (
@@ -33,6 +33,20 @@ from rosellm.roseinfer.kernels.rotary import load_angles, positioned
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_verify_attention_kernel": "attention"}
+
+
+def fastest_variant(rows: int, kv_heads: int, longest: int, num_sms: int) -> Variant:
+    """Return the variant that is fastest on an H200 with 8 verify rows per state row.
+
+    Arguments as in ``attention_plan.variant_for``. Short rows stay whole; others are split into pieces, two
+    programs per SM.
+    """
+    reach = next_power_of_2(max(longest, 1))
+    if reach <= SHORT or (rows > 2 and reach <= MIDDLE):
+        return Variant(64 if reach <= SHORT else 128, warps=8, stages=2)
+    tile, stages = (64, 2) if rows > 2 else (32, 1) if reach > MIDDLE else (16, 1)
+    pieces = min(max(1, 2 * num_sms // kv_heads), rows * reach // tile)
+    return Variant(tile, pieces, 4, stages)
 
 
 def verify_attention_ref(

@@ -7,8 +7,10 @@ more than it saves.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,13 @@ from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import attention
-from rosellm.roseinfer.kernels.attention_plan import Variant, variant_for
+from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
 from rosellm.roseinfer.kernels.prefill import Launch, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
 from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
-from rosellm.roseinfer.kernels.verify_attention import verify_attention
+from rosellm.roseinfer.kernels.verify_attention import fastest_variant, verify_attention
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
@@ -39,7 +41,7 @@ VERIFY = "verify/"  # begins the attention variants of steps that verify drafts;
 MOST_VERIFIED = 256  # verify rows of a step
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-SMOOTHING, PROBE = 0.1, 64
+SMOOTHING, PROBE, MEDIAN_OF = 0.1, 64, 5
 
 
 class SpeculativeWorker(Worker):
@@ -107,12 +109,14 @@ class SpeculativeWorker(Worker):
         """Return whether steps of this captured batch size can verify drafts."""
         return rows * (self.n_drafts + 1) <= len(self._wide.rows)
 
-    def verify_variant(self, rows: int, longest: int, mean: float) -> str:
-        """Return the attention variant of a step that verifies drafts; arguments as of :meth:`variant`."""
+    def verify_variant(self, rows: int, longest: int) -> str:
+        """Return the attention variant of a step that verifies drafts of ``rows`` rows.
+
+        longest: maximum number of cached tokens of a row.
+        """
         c = self.config
         if self.in_one_tile:
-            sizes = rows, c.n_kv_heads, longest, self._num_sms, max(c.group, 2), c.head_dim, mean
-            return f"{VERIFY}{variant_for(*sizes)}"
+            return f"{VERIFY}{fastest_variant(rows, c.n_kv_heads, longest, self._num_sms)}"
         programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
         return f"{VERIFY}{Variant(SMALLEST_DOT, 1 << (max(most, 1).bit_length() - 1))}"
@@ -122,7 +126,7 @@ class SpeculativeWorker(Worker):
         if not self.takes(rows):
             return plain
         longest = [min(1 << power, self.longest) for power in range((self.longest - 1).bit_length() + 1)]
-        return plain + sorted({self.verify_variant(rows, n, mean) for n in longest for mean in (0, n)})
+        return plain + sorted({self.verify_variant(rows, n) for n in longest})
 
     def _verified(self, state: DeviceState, pieces: int) -> Verified:
         rows = len(state.rows)
@@ -249,7 +253,8 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], float] = {}  # captured batch size, whether it drafts
+        self._seconds: dict[tuple[int, bool], deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
+        self._n_begun: Counter[tuple[int, bool]] = Counter()
         self._since = 0  # steps since the other kind of step was last taken
 
     def drafts(self, rows: int, accepted: float) -> bool:
@@ -258,21 +263,31 @@ class Pace:
         rows: the captured batch size.
         accepted: the mean number of accepted drafts per row and drafting step, of late.
         """
-        plain, drafting = (self._seconds.get((rows, kind)) for kind in (False, True))
-        if drafting is None or plain is None:
-            return drafting is None
-        self._since += 1
-        longer = max(drafting / plain, 1.0)
+        chosen = self._chosen(rows, accepted)
+        self._n_begun[rows, chosen] += 1
+        return chosen
+
+    def _chosen(self, rows: int, accepted: float) -> bool:
+        for kind in (True, False):
+            if self._n_begun[rows, kind] < MEDIAN_OF:
+                return kind
+        drafting, plain = self.seconds(rows, True), self.seconds(rows, False)
+        longer = max(drafting / plain, 1.0) if plain else 1.0
         pays = 1 + accepted > longer
+        self._since += 1
         if self._since >= PROBE * longer:
             self._since = 0
             return not pays
         return pays
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note the time of a step; one that took very long counts as twice the usual."""
-        known = self._seconds.get((rows, drafted), seconds)
-        self._seconds[rows, drafted] = known + SMOOTHING * (min(seconds, 2 * known) - known)
+        """Note the time of a step."""
+        self._seconds[rows, drafted].append(seconds)
+
+    def seconds(self, rows: int, drafted: bool) -> float:
+        """Return the median time of the latest steps of this kind; 0 if none has ended."""
+        known = self._seconds[rows, drafted]
+        return median(known) if known else 0.0
 
 
 class SpeculativeStep(ResidentStep):
@@ -301,9 +316,8 @@ class SpeculativeStep(ResidentStep):
         if not n_drafts:
             super()._launch(rows, batch, 0)
             return
-        cached = self.planner.position[batch.indices]
-        variant = self.worker.verify_variant(rows, int(cached.max()), float(cached.mean()))
-        self._call("decode", rows, self._plan.mode, variant)
+        longest = int(self.planner.position[batch.indices].max())
+        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         if n_drafts and asking.size:
