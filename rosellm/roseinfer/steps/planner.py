@@ -162,7 +162,7 @@ class Planner:
             self.longest[index] = sequence.max_length
         self._left_behind.difference_update(indices)
         self._running = None
-        if self._most_drafts:
+        if self._most_drafts and sequences:
             self._send_texts(sequences, indices, positions)
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)

@@ -1,0 +1,265 @@
+"""Steps that draft: the tokens of single steps, whatever was drafted and whoever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels import speculation
+from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, PROBE, Pace
+from tests.helpers import FAMILIES, ON_GPU, random_model, random_prompts, small_config, small_engine
+
+N_TOKENS = 30
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.9},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.3},
+    "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}},
+    "late": {"temperature": 0.7, "min_tokens": 12},
+}
+MODELS = {"gpt2": {}} | FAMILIES
+DEVICES = ["cpu", ON_GPU]
+
+
+class Oracle:
+    """Drafts the tokens that a request will get, some of them spoilt.
+
+    known: for each prompt, its tokens and those that follow. right: the probability of an unspoilt draft.
+    """
+
+    def __init__(self, known: list[list[int]], right: float, seed: int = 0) -> None:
+        self.known, self.right, self.rng = known, right, random.Random(seed)
+        self.n_accepted = self.n_drafted = 0
+
+    def propose(self, *, state: Any, texts: Texts, verified: Verified, **launch: Any) -> None:
+        speculation.propose_ref(state=state, texts=texts, verified=verified)
+        k = verified.n_drafts
+        wide = verified.state.rows.view(len(state.rows), k + 1, -1)
+        columns = None if verified.columns is None else verified.columns.view(8, len(state.rows), -1)
+        for row, position in enumerate(state.positions.tolist()):
+            if position < 0 or not texts.is_drafted[row]:
+                continue
+            text = texts.tokens[row, : position + 1].tolist()
+            (own,) = (one for one in self.known if one[: position + 1] == text)
+            n = min(k, int(state.limits[row]) - 2 - position)
+            drafts = [token if self.rng.random() < self.right else 100 - token for token in own[position + 1 :]]
+            drafts = drafts[:n]
+            wide[row, 1:, POSITION], wide[row, 1:, COUNTS] = INERT, 0
+            for i, token in enumerate(drafts, 1):
+                wide[row, i] = state.rows[row, : wide.shape[2]]
+                wide[row, i, TOKEN], wide[row, i, POSITION] = token, position + i
+            if columns is not None:
+                columns[1, row] = 1 + len(drafts)
+            self.n_drafted += len(drafts)
+
+
+def drafting(engine: Engine, oracle: Oracle | None = None) -> Engine:
+    """The engine, which drafts in every step that it can; by the oracle, if there is one."""
+    engine.step.pace.drafts = lambda rows, accepted: True
+    if oracle is not None:
+        note, _, accept, dependent = engine.step.worker.drafting
+        engine.step.worker.drafting = DraftKernels(note, oracle.propose, accept, dependent)
+    return engine
+
+
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], **limits: Any):
+    scheduler = OfflineScheduler(engine, SchedulerConfig(**limits))
+    outputs = scheduler.run(prompts, params)
+    engine.check_integrity()
+    return scheduler, outputs
+
+
+def wishes(modes: list[str], n: int = N_TOKENS, **more: Any) -> list[SamplingParams]:
+    own = [SAMPLED[mode] | more for mode in modes]
+    return [SamplingParams(max_tokens=n + i, seed=i, ignore_eos=True, **one) for i, one in enumerate(own)]
+
+
+def model_of(family: str, device: str = "cpu") -> Any:
+    return random_model(3, small_config(n_positions=128, **MODELS[family])).to(device)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("family", MODELS)
+def test_every_request_gets_the_tokens_of_single_steps(family, right):
+    """Of every mode in one batch; k of 1, 7 and 16; prompts in chunks; blocks that run out."""
+    model, modes = model_of(family), list(SAMPLED)
+    prompts, params = random_prompts([3, 17, 9, 30, 5, 12], seed=4), wishes(modes)
+    _, plain = run(small_engine(model), prompts, params)
+    expected = [one.token_ids for one in plain]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    for k, options, limits in (
+        (7, {}, {}),
+        (1, {"max_batch_size": 3}, {"prefill_chunk": 4}),
+        (16, {"num_kv_blocks": 17, "prefix_cache": True}, {}),
+    ):
+        oracle = Oracle(known, right)
+        engine = small_engine(model, recipe="speculative", speculative_tokens=k, **options)
+        scheduler, outputs = run(drafting(engine, oracle), prompts, params, **limits)
+        assert [one.token_ids for one in outputs] == expected
+        after_prefills = len(expected) + scheduler.preemptions
+        assert scheduler.decode_tokens == sum(map(len, expected)) - after_prefills
+        assert oracle.n_drafted
+        if "num_kv_blocks" in options:
+            assert scheduler.preemptions
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device):
+    model = model_of("qwen3", device)
+    prompts, params = random_prompts([3, 70, 9], seed=4), wishes(["greedy", "drawn", "filtered"])
+    params[0] = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
+    options = {"deterministic": True, "block_size": 64}
+    _, plain = run(small_engine(model, **options), prompts, params)
+    known = [prompt + one.token_ids for prompt, one in zip(prompts, plain, strict=True)]
+    engine = small_engine(model, recipe="speculative", **options)
+    scheduler, outputs = run(drafting(engine, Oracle(known, 0.8) if device == "cpu" else None), prompts, params)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+    assert outputs[0].logprobs == plain[0].logprobs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_logits_after_a_drafting_step_are_those_of_the_last_token(family, device):
+    model = model_of(family, device)
+    prompt = [5, 6, 7, 8] * 4
+    engines = [small_engine(model, recipe=rung) for rung in ("split_kv", "speculative")]
+    drafting(engines[1])
+    plain, fast = (
+        engine.make_sequence(prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        for engine in engines
+    )
+    for engine, sequence in zip(engines, (plain, fast), strict=True):
+        engine.prefill([sequence])
+    while not fast.is_finished:
+        engines[1].decode([fast])
+        while plain.n_output < fast.n_output:
+            engines[0].decode([plain])
+        assert plain.output == fast.output
+        logits = [engine.step.last_logits()[0].float().cpu() for engine in engines]
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def ending(engine: Engine, prompt: list[int], **wish: Any) -> tuple[list[int], str | None, int]:
+    params = SamplingParams(temperature=0.0, max_tokens=40, **wish)
+    scheduler, (output,) = run(engine, [prompt], [params])
+    return output.token_ids, output.finish_reason, len(output.metrics.token_times)
+
+
+def test_a_request_ends_where_single_steps_end_it_though_later_drafts_were_accepted():
+    """By a stop token that the device knows, by one that only the host knows, and by length."""
+    plain = small_engine(random_model(3, small_config(n_positions=128, eos_token_ids=(7,))))
+    prompt = random_prompts([9], seed=2)[0]
+    tokens = ending(plain, prompt, ignore_eos=True)[0]
+    known = [prompt + tokens]
+    for stop in sorted(set(tokens[3:]), key=tokens.index)[:4]:
+        model = random_model(3, small_config(n_positions=128, eos_token_ids=(stop,)))
+        ways: list[dict[str, Any]] = [{}, {"ignore_eos": True, "stop_token_ids": [stop]}, {"ignore_eos": True}]
+        for wish in ways:
+            engine = drafting(small_engine(model, recipe="speculative"), Oracle(known, 1.0))
+            assert ending(engine, prompt, **wish) == ending(small_engine(model), prompt, **wish)
+
+
+def test_rows_that_leave_and_come_back_keep_their_texts():
+    """Sequences pause, are released and start again at random; each gets its own tokens."""
+    model, rng = model_of("llama"), random.Random(5)
+    prompts = random_prompts([2, 9, 17, 5, 30, 8, 12], seed=6)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    _, plain = run(small_engine(model), prompts, [params] * len(prompts))
+    expected = [one.token_ids for one in plain]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    options = {"recipe": "speculative", "max_batch_size": 4, "speculative_tokens": 3}
+    engine = drafting(small_engine(model, **options), Oracle(known, 0.6))
+    to_come, there = list(range(len(prompts))), {}
+    for _ in range(120):
+        if to_come and len(there) < 4 and rng.random() < 0.5:
+            index = to_come.pop()
+            sequence = engine.make_sequence(prompts[index], params)
+            engine.begin_prefill([sequence])
+            there[sequence] = index
+        running = [s for s in there if not s.is_finished and rng.random() < 0.8]
+        if running:
+            engine.begin_decode(running)
+        list(engine.step.collect(rng.randint(0, 3)))
+        for sequence in list(there):
+            assert sequence.output == expected[there[sequence]][: sequence.n_output]
+            if sequence.is_finished or rng.random() < 0.03:
+                engine.release(sequence)
+                index = there.pop(sequence)
+                if not sequence.is_finished:
+                    to_come.append(index)
+        engine.check_integrity()
+    assert len(to_come) < len(prompts) - 2
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be(k):
+    model, prompt = model_of("qwen2"), random_prompts([9], seed=2)[0]
+    params = wishes(["drawn"], n=40)
+    plain = run(small_engine(model), [prompt], params)[1][0].token_ids
+    engine = small_engine(model, recipe="speculative", speculative_tokens=k)
+    scheduler, (output,) = run(drafting(engine, Oracle([prompt + plain], 1.0)), [prompt], params)
+    assert output.token_ids == plain
+    assert scheduler.decode_steps == -(-39 // (k + 1))  # the first token is the prefill's
+
+
+def test_drafts_of_a_text_that_repeats_are_accepted():
+    model, prompt = model_of("gpt2"), [11, 12, 13, 14, 15] * 6
+    params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+    plain = run(small_engine(model), [prompt], params)[1][0].token_ids
+    scheduler, (output,) = run(drafting(small_engine(model, recipe="speculative")), [prompt], params)
+    assert output.token_ids == plain
+    assert scheduler.decode_steps < scheduler.decode_tokens  # its greedy tokens come again, too
+
+
+class Clocked:
+    """A batch that is decoded by a pace, with made-up times and acceptance."""
+
+    def __init__(self, plain: float, drafting: float, accepted: float) -> None:
+        self.pace, self.times, self.accepted = Pace(), {False: plain, True: drafting}, accepted
+
+    def speed(self, n_steps: int) -> float:
+        """Tokens per second, as a multiple of that of plain steps."""
+        tokens = seconds = 0.0
+        for _ in range(n_steps):
+            drafts = self.pace.drafts(8, self.accepted)
+            tokens += 1 + self.accepted * drafts
+            seconds += self.times[drafts]
+            self.pace.note(8, drafts, self.times[drafts])
+        return tokens / seconds * self.times[False]
+
+
+@pytest.mark.parametrize(("longer", "accepted"), [(1.1, 0.0), (2.0, 0.5), (6.0, 1.0), (8.0, 0.0)])
+def test_a_batch_that_gains_nothing_loses_at_most_three_per_cent(longer, accepted):
+    assert 0.97 < Clocked(1e-3, longer * 1e-3, accepted).speed(3000) <= 1.0
+
+
+@pytest.mark.parametrize(("longer", "accepted"), [(1.1, 0.5), (1.5, 3.0), (3.0, 6.0)])
+def test_a_batch_that_gains_drafts_nearly_always(longer, accepted):
+    best = (1 + accepted) / longer
+    assert 0.97 * best < Clocked(1e-3, longer * 1e-3, accepted).speed(3000) <= best
+
+
+def test_steps_with_more_verify_rows_than_fit_do_not_draft():
+    engine = small_engine(model_of("gpt2"), recipe="speculative", max_batch_size=64, speculative_tokens=7)
+    worker = engine.step.worker
+    assert worker.takes(MOST_VERIFIED // 8) and not worker.takes(2 * MOST_VERIFIED // 8)
+    drafting(engine)
+    prompts = random_prompts([3] * 40, seed=1)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    _, outputs = run(engine, prompts, [params] * 40)
+    _, plain = run(small_engine(model_of("gpt2"), max_batch_size=64), prompts, [params] * 40)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
