@@ -29,6 +29,7 @@ from rosellm.errors import CheckpointError, OptionError, PromptError, RoseError,
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
+from rosellm.roseinfer.recipe import PROPOSERS
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import each_encoded
@@ -256,8 +257,10 @@ def run(argv: list[str] | None) -> None:
     add("--max-in-flight", type=whole_number(1), default=1024, help="requests beyond are answered with 429")
     for name in ("--dtype", "--device", "--load-format"):
         add(name, default="auto")
-    for name, size in (("--max-model-len", None), ("--max-num-seqs", 256), ("--tensor-parallel-size", 1)):
-        add(name, type=whole_number(1), default=size)
+    add("--speculation", choices=PROPOSERS, help="ngram: draft tokens from the text so far, and verify them")
+    sizes = {"max-model-len": None, "max-num-seqs": 256, "tensor-parallel-size": 1, "speculative-tokens": 7}
+    for name, size in sizes.items():
+        add(f"--{name}", type=whole_number(1), default=size)
     options = parser.parse_args(argv)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
         raise OptionError(f"host {options.host} can be reached from elsewhere; set --api-key")

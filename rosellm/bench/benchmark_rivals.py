@@ -44,6 +44,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 THROUGHPUT = "total_throughput_tok_s"
 OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")
 FIXED = {"seed": 0, "block_size": 64, "num_kv_blocks": None, "deterministic": False}
+FIXED |= {"speculation": None, "speculative_tokens": 7}
 
 
 class RivalError(RoseError):
@@ -308,7 +309,7 @@ def parse_options(argv: list[str] | None = None) -> Namespace:
     names: dict[str, Any] = {"required": True, "metavar": "NAME,NAME"}
     parser.add_argument("--rival", type=_names(RIVALS), **names, help=who)
     parser.add_argument("--workloads", type=_names(ALL_WORKLOADS), **names, help=", ".join(ALL_WORKLOADS))
-    rung = f"rung of rosellm; default: the best; {', '.join(LADDER)}"
+    rung = f"rung of rosellm, {next(iter(LADDER))} to {next(reversed(LADDER))}; default: the best"
     parser.add_argument("--rung", metavar="NAME", help=rung)
     folder = "write WORKLOAD-RIVAL.json here; created if missing"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=folder)

@@ -19,7 +19,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
+from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung, speculating
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -83,6 +83,8 @@ def choose_recipe(options: Namespace) -> str | Rung:
     else:
         best = get_rung(None, resolve_device(options.device))
         recipe = best if options.cuda_graph else replace(RECIPES[best], runner="eager")
+    if options.speculation is not None:
+        recipe = speculating(recipe, options.speculation, resolve_device(options.device))
     if options.all_reduce is None:
         return recipe
     if options.tensor_parallel_size == 1:
@@ -121,6 +123,7 @@ def make_engine(
         block_size=options.block_size,
         prefix_cache=shares,
         deterministic=options.deterministic,
+        speculative_tokens=options.speculative_tokens,
     )
 
 

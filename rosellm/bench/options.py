@@ -13,13 +13,14 @@ from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MO
 from rosellm.command_line import INT32_MAX, ScreenParser, whole_number, whole_numbers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
-from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER, recipe_choices
+from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
+from rosellm.roseinfer.recipe import LADDER, PROPOSERS, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
-DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
+# Groups that only --help-all shows.
+DETAILS = ("KV cache", "several GPUs", "drafts", "prompts", "sampling", "scheduler", "arrivals")
 NOT_IN_RECORDS = ("json", "output", "workload", "hf_model_id", "preset")
 # Options that a workload does not fix; ``departures`` compares rung and dtype separately.
 FREE = {
@@ -108,6 +109,9 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
     add("--num-kv-blocks", **count(None), help="per layer; default: as the requests need, capped by memory")
     add("--prefix-cache", **switch(None), help="reuse the KV of shared prefixes; default: if the rung can")
+    add = parser.add_argument_group("drafts").add_argument
+    add("--speculation", choices=PROPOSERS, help="ngram: draft tokens from the text so far, and verify them")
+    add("--speculative-tokens", **count(7, high=MOST_DRAFTS), help="drafted per step and request, at most")
     add = parser.add_argument_group("several GPUs").add_argument
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help="GPUs that share the model")
     sums = recipe_choices()["all_reduce"]

@@ -144,6 +144,8 @@ class LLM:
         config = SchedulerConfig(prefill_chunk=prefill_chunk, **budget)
         if load_format != "dummy" and (revision or download_dir or hf_token):
             model = str(checkpoint_folder(model, revision, download_dir, hf_token))
+        more = translated(options, set(signature(LLM).parameters))
+        speculation = more.pop("speculation", speculation)
         chosen: str | Rung | None = rung if recipe is None else recipe
         if speculation is not None:
             chosen = speculating(chosen, speculation, resolve_device(device))
@@ -164,7 +166,7 @@ class LLM:
             "tune": tune,
             "speculative_tokens": speculative_tokens,
         }
-        own |= translated(options, set(signature(LLM).parameters))
+        own |= more
         self.served: Engine | Replicas  # what a streaming manager uses as its engine
         if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             self.served = load_engine(model, tensor_parallel_size=tensor_parallel_size, **own)

@@ -178,6 +178,8 @@ def _side_branches() -> frozenset[str]:
 SIDE_BRANCHES = _side_branches()  # rungs not on the path to the best one
 
 
+PROPOSERS = tuple(name for name in recipe_choices()["speculation"] if name != "none")
+
 DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper
 TRITON_FROM = 7, 0  # tensor cores
 

@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), ONE_FORMAT),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "enable_lora": ((False, None), "LoRA adapters are not supported; merge them into the model"),
-    "speculative_config": ((None,), "speculative decoding is not supported"),
+    "speculative_config": ((None,), 'use {"method": "ngram", "num_speculative_tokens": N}'),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size or data_parallel_size"),
     "tokenizer_mode": (("auto", "hf"), "tokenizers are read by transformers"),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
@@ -110,6 +110,8 @@ def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
     for name, value in given.items():
         if name in SAME_AS:
             options |= {} if value is None else {SAME_AS[name]: value}  # None is vLLM's default
+        elif name == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram":
+            options |= {"speculation": "ngram", "speculative_tokens": value.get("num_speculative_tokens")}
         elif name in NEUTRAL:
             values, reason = NEUTRAL[name]
             if values and value not in values:

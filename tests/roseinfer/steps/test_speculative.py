@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rosellm.models.arch import Arch
 from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
 from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
-from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, PROBE, Pace
+from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, Pace
 from tests.helpers import FAMILIES, ON_GPU, random_model, random_prompts, small_config, small_engine
 
 N_TOKENS = 30
@@ -41,9 +37,9 @@ class Oracle:
     known: for each prompt, its tokens and those that follow. right: the probability of an unspoilt draft.
     """
 
-    def __init__(self, known: list[list[int]], right: float, seed: int = 0) -> None:
-        self.known, self.right, self.rng = known, right, random.Random(seed)
-        self.n_accepted = self.n_drafted = 0
+    def __init__(self, known: list[list[int]], right: float) -> None:
+        self.known, self.right, self.rng = known, right, random.Random(0)
+        self.n_drafted = 0
 
     def propose(self, *, state: Any, texts: Texts, verified: Verified, **launch: Any) -> None:
         speculation.propose_ref(state=state, texts=texts, verified=verified)
@@ -56,8 +52,8 @@ class Oracle:
             text = texts.tokens[row, : position + 1].tolist()
             (own,) = (one for one in self.known if one[: position + 1] == text)
             n = min(k, int(state.limits[row]) - 2 - position)
-            drafts = [token if self.rng.random() < self.right else 100 - token for token in own[position + 1 :]]
-            drafts = drafts[:n]
+            following, rng = own[position + 1 : position + 1 + n], self.rng
+            drafts = [token if rng.random() < self.right else 100 - token for token in following]
             wide[row, 1:, POSITION], wide[row, 1:, COUNTS] = INERT, 0
             for i, token in enumerate(drafts, 1):
                 wide[row, i] = state.rows[row, : wide.shape[2]]
@@ -126,7 +122,8 @@ def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device)
     _, plain = run(small_engine(model, **options), prompts, params)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, plain, strict=True)]
     engine = small_engine(model, recipe="speculative", **options)
-    scheduler, outputs = run(drafting(engine, Oracle(known, 0.8) if device == "cpu" else None), prompts, params)
+    oracle = Oracle(known, 0.8) if device == "cpu" else None
+    _, outputs = run(drafting(engine, oracle), prompts, params)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
     assert outputs[0].logprobs == plain[0].logprobs
 
@@ -167,8 +164,7 @@ def test_a_request_ends_where_single_steps_end_it_though_later_drafts_were_accep
     known = [prompt + tokens]
     for stop in sorted(set(tokens[3:]), key=tokens.index)[:4]:
         model = random_model(3, small_config(n_positions=128, eos_token_ids=(stop,)))
-        ways: list[dict[str, Any]] = [{}, {"ignore_eos": True, "stop_token_ids": [stop]}, {"ignore_eos": True}]
-        for wish in ways:
+        for wish in ({}, {"ignore_eos": True, "stop_token_ids": [stop]}, {"ignore_eos": True}):
             engine = drafting(small_engine(model, recipe="speculative"), Oracle(known, 1.0))
             assert ending(engine, prompt, **wish) == ending(small_engine(model), prompt, **wish)
 

@@ -1,0 +1,105 @@
+"""What users see of speculation: the same text, fewer steps, and one line where it cannot be."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rosellm import LLM, SamplingParams
+from rosellm.errors import OptionError, RecipeError, RoseError
+from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.serve import main as serve
+from tests.helpers import refusal
+
+SOURCE = inspect.getsource(heapq._siftup).replace("childpos", "child")[:500]
+EDIT = f"{SOURCE}\n\n# Once more:\n\n{SOURCE[:150]}"
+SMALL = {"device": "cpu", "dtype": "float32", "max_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[LLM, LLM]:
+    return LLM(**SMALL), LLM(**SMALL, speculation="ngram")
+
+
+def asked(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 80} | more)
+
+
+def test_a_text_that_repeats_takes_less_than_half_the_steps(both):
+    plain, fast = both
+    (expected,), (found,) = (llm.generate([EDIT], asked()) for llm in both)
+    assert found.token_ids == expected.token_ids and found.text == expected.text
+    assert len(found.metrics.token_times) == len(found.token_ids)
+    fast.engine.step.pace.drafts = lambda rows, accepted: True
+    steps, decode = [], fast.engine.begin_decode
+    fast.engine.begin_decode = lambda sequences: steps.append(decode(sequences)) or steps[-1]
+    fast.generate([EDIT], asked())
+    assert sum(map(bool, steps)) < len(found.token_ids) / 2 + fast.engine.step.run_ahead
+
+
+@pytest.mark.parametrize("more", [{"include_stop_str_in_output": True}, {"temperature": 0.8, "seed": 3}, {}])
+def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
+    """Tokens after it are forgotten, and those that complete it are the last."""
+    text = both[0].generate([EDIT], asked(**more))[0].text
+    for stop in (text[10:13], text[25:30], text[40:42]):
+        plain, fast = (llm.generate([EDIT, SOURCE], asked(stop=[stop], **more)) for llm in both)
+        for one, other in zip(plain, fast, strict=True):
+            assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
+                other.text,
+                other.token_ids,
+                other.finish_reason,
+                other.stop_reason,
+            )
+            assert len(other.metrics.token_times) == len(other.token_ids)
+
+
+def test_a_streamed_text_is_the_same_in_whatever_pieces(both):
+    def streamed(llm: LLM) -> Iterator[str]:
+        with StreamingManager(llm.engine) as manager:
+            yield from manager.stream_text(manager.add_request(EDIT, asked()))
+
+    plain, fast = ("".join(streamed(llm)) for llm in both)
+    assert plain == fast and plain
+
+
+def test_speculation_chooses_a_rung_or_a_recipe(both):
+    assert both[1].rung == "speculative"
+    llm = LLM(**SMALL, rung="fused_head", speculation="ngram", speculative_tokens=3)
+    assert llm.rung is None and llm.engine.recipe.speculation == "ngram"
+    assert llm.engine.speculative_tokens == 3
+    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    llm = LLM(**SMALL, speculative_config=config)
+    assert llm.rung == "speculative" and llm.engine.speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"speculation": "ngram", "speculative_tokens": 0}, "speculative_tokens is 0; it must be"),
+        ({"speculation": "ngram", "speculative_tokens": 17}, "a whole number from 1 to 16"),
+        ({"speculation": "ngram", "speculative_tokens": 2.0}, "speculative_tokens is 2.0; it must be"),
+        ({"speculation": "medusa"}, "speculation='medusa' is unknown; use one of none, ngram"),
+        ({"speculation": "ngram", "rung": "dense"}, "rung 'dense' cannot speculate; packed_prefill and"),
+        ({"speculation": "ngram", "rung": "one_pass"}, "speculation='ngram' needs exhibit='none'"),
+        ({"speculation": "ngram", "tensor_parallel_size": 2}, "needs speculation='none', not 'ngram'"),
+        ({"speculative_config": {"method": "eagle"}}, 'use {"method": "ngram"'),
+    ],
+)
+def test_what_cannot_be_is_one_line(options, told):
+    with pytest.raises((OptionError, RecipeError)) as raised:
+        LLM(**SMALL, **options)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
+    assert isinstance(raised.value, RoseError)
+
+
+def test_the_server_refuses_a_proposer_that_it_does_not_know(capsys):
+    assert "invalid choice: 'medusa'" in refusal(serve, ["--speculation", "medusa"], capsys)
+
+
+def test_the_rung_differs_from_the_best_one_in_one_field():
+    assert LADDER["split_kv"].difference(LADDER["speculative"]) == {"speculation": ("none", "ngram")}
