@@ -156,12 +156,13 @@ def accept_ref(
     follows = (places[:, 1:] >= 0) & (chosen[:, :-1] == drafts[:, 1:]) & ~ended[:, :-1]
     counts = 1 + follows.int().cumprod(dim=1).sum(dim=1)  # [R]
     live = state.positions >= 0
-    for row, n in enumerate(torch.where(live, counts, 0).tolist()):
-        given = torch.full((k + 1,), INERT, dtype=torch.int32)
-        given[:n] = chosen[row, :n].flip(0)
-        state.planes[: k + 1, state.rounds[row], row] = given
-        kept, begin = chosen[row, :n][chosen[row, :n] >= 0], int(state.positions[row]) + 1
-        texts.tokens[row, begin : begin + len(kept)] = kept[: texts.tokens.shape[1] - begin]
+    i, row = torch.arange(k + 1), torch.arange(rows)
+    given = chosen.gather(1, (counts[:, None] - 1 - i).clamp_min(0))
+    given = torch.where(live[:, None] & (i < counts[:, None]), given, INERT)
+    state.planes[i[:, None], state.rounds.long(), row] = given.T.to(state.planes.device)
+    kept = live[:, None] & (i < counts[:, None]) & (chosen >= 0)
+    kept &= each + 1 < texts.tokens.shape[1]
+    texts.tokens[row[:, None].expand_as(kept)[kept], each[kept].long() + 1] = chosen[kept]
     last = (counts - 1)[:, None].long()
     token, is_last = chosen.gather(1, last)[:, 0], ended.gather(1, last)[:, 0]
     state.rounds.copy_((state.rounds + 1) % ROUNDS)

@@ -20,6 +20,9 @@ from rosellm.roseinfer.cache.device_state import (
     TOKEN,
     DeviceState,
 )
+from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.draw import draw
+from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.kernels.speculation import (
     CHUNK,
@@ -239,3 +242,45 @@ def test_a_plain_steps_last_token_joins_the_text(kernels: Kernels, device):
             assert torch.equal(made.texts.tokens[row], before[row])
         else:
             assert made.texts.tokens[row, : len(text)].tolist() == text
+
+
+N_DRAWS, LOGITS = 20_000, torch.linspace(-1.5, 1.5, 8)
+
+
+def drawn(positions_of: str) -> tuple[Tensor, Tensor]:
+    """First tokens, and second tokens after a right draft, of rows that differ in their seeds.
+
+    positions_of: "verify rows", or "state rows" for the mistake of one position for all verify rows of a row.
+    """
+    state = DeviceState(N_DRAWS, 1, torch.device("cpu"), (), 2)
+    state.tokens.fill_(4)
+    state.positions.fill_(4)
+    state.limits.fill_(99)
+    state.temperatures.fill_(1.0)
+    state.seeds.copy_(torch.arange(N_DRAWS))
+    tokens = torch.tensor([[3, 4, 5, 3, 0, 0, 0, 0]], dtype=torch.int32).repeat(N_DRAWS, 1)  # 3 4 5 3 4: 5
+    texts = Texts(tokens, torch.ones(N_DRAWS, dtype=torch.int32))
+    verified = Verified(DeviceState(2 * N_DRAWS, 1, torch.device("cpu")), None, 1)
+    torch_kernels = draft_kernels("torch", dependent=False)
+    torch_kernels.propose(state=state, texts=texts, verified=verified)
+    wide = verified.state
+    positions = wide.positions
+    if positions_of == "state rows":
+        positions = state.positions.repeat_interleave(2)
+    settings = wide.temperatures, wide.top_k, wide.top_p, wide.min_p, wide.seeds, positions + 1
+    chosen = draw(LOGITS.repeat(2 * N_DRAWS, 1), *settings, gumbel_noise, filtered=False)
+    torch_kernels.accept(
+        state=state, texts=texts, verified=verified, values=None, indices=chosen[:, None].int()
+    )
+    last, before = state.planes[:, 0]
+    return torch.where(before >= 0, before, last), last[before >= 0]
+
+
+def test_draws_at_every_position_follow_the_models_probabilities_and_one_position_for_all_does_not():
+    """A draft is right in about one of seven rows; equal noise at both positions would repeat it."""
+    fit, probs = load_exhibit("chi_squared").fit, LOGITS.softmax(dim=0)
+    first, second = drawn("verify rows")
+    assert len(second) > 2000 and int((first == 5).sum()) == len(second)
+    assert fit(first, probs).chance > 1e-3 and fit(second, probs).chance > 1e-3
+    first, second = drawn("state rows")
+    assert fit(first, probs).chance > 1e-3 and fit(second, probs).chance < 1e-9
