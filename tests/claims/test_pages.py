@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from statistics import median
 
 import pytest
@@ -203,6 +204,32 @@ def whole_runs(text: str) -> Claims:
     return claims
 
 
+def since_table(text: str) -> Claims:
+    """Whole runs before and now, in tokens per second, their ratio, and the share of prefills."""
+    claims: Claims = []
+    figures = H200.figures("workloads_since")
+    runs = [(model, name, run) for model, each in figures.items() for name, run in each.items()]
+    for (model, name, run), (said_model, said_name, *cells) in zip(runs, rows(text, "since"), strict=True):
+        assert (RECORDED.get(said_model, said_model), said_name) == (model, name)
+        spent = {key: median(chain(*run[key]["seconds"])) for key in ("before", "now")}
+        n, prefills = run["completion_tokens"], median(chain(*run["now"]["prefill_seconds"]))
+        found = n / spent["before"], n / spent["now"], spent["before"] / spent["now"]
+        claims += zip((*found, 100 * prefills / spent["now"]), cells, strict=True)
+    return claims
+
+
+def verify_table(text: str) -> Claims:
+    """Steps with drafts against plain ones of the same turns."""
+    claims: Claims = []
+    figures = H200.figures("verify_steps")
+    sizes = [(model, size, run) for model, each in figures.items() for size, run in each.items()]
+    for (model, size, run), (said_model, said_size, *cells) in zip(sizes, rows(text, "verify"), strict=True):
+        assert (model, size) == (said_model, said_size.replace(",", ""))
+        us = [[median(run[way]["7"][kind]) for kind in ("plain", "verify")] for way in run]
+        claims += zip((*us[0], *(verify / plain for plain, verify in us)), cells, strict=True)
+    return claims
+
+
 def first_tokens(text: str) -> Claims:
     """The median of each process, in the order of the page."""
     said = re.search(
@@ -249,6 +276,7 @@ CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
         *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, first_tokens, prompts_table),
+        *(since_table, verify_table),
         *(single_streams, recorded_streams, trials),
     ),
 }
@@ -263,7 +291,9 @@ def complaints(page: str, text: str) -> list[str]:
 def claimed(page: str) -> list[re.Match[str]]:
     """Every number of the page's tables, and every measured one in its sentences."""
     text, found = PAGES[page], []
-    for table in re.finditer(r"<!-- (?:results|steps|rows|prompts) -->\n(.*?)<!-- /", text, re.DOTALL):
+    for table in re.finditer(
+        r"<!-- (?:results|steps|rows|since|verify|prompts) -->\n(.*?)<!-- /", text, re.DOTALL
+    ):
         for line in re.finditer(r"^\|(?!---).*\|$", table[0], re.MULTILINE):
             cells = line[0].split("|")[3:] if "vLLM" not in line[0] and "µs" not in line[0] else []
             start = table.start() + line.start() + len("|".join(line[0].split("|")[:3]))
