@@ -97,9 +97,8 @@ class SpeculativeWorker(Worker):
         places, tokens = sent[2 * n :].view(2, -1)
         self.texts.tokens.view(-1)[places.long()] = tokens
 
-    def move_rows(self, indices: np.ndarray) -> None:
-        super().move_rows(indices)
-        source, target = torch.from_numpy(indices).long().to(self.device)
+    def _move_rows(self, source: Tensor, target: Tensor) -> None:
+        super()._move_rows(source, target)
         for texts in (self.texts.tokens, self.texts.is_drafted):
             texts[target] = texts[source]
 

@@ -133,11 +133,7 @@ class Worker:
 
         Rounds are not copied: each index keeps its own, on the host too.
         """
-        source, target = self._staging.put(indices).send().long()
-        rounds = self.state.rounds[target]
-        self.state.rows[target] = self.state.rows[source]
-        self.state.rounds[target] = rounds
-        self.state.positions.index_fill_(0, source, INERT)
+        self._move_rows(*self._staging.put(indices).send().long())
 
     def write_counts(self, words: np.ndarray, n: int) -> None:
         """Write to rows of ``counts``.
@@ -273,6 +269,12 @@ class Worker:
     def n_captured(self) -> int:
         """The number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.count
+
+    def _move_rows(self, source: Tensor, target: Tensor) -> None:
+        rounds = self.state.rounds[target]
+        self.state.rows[target] = self.state.rows[source]
+        self.state.rounds[target] = rounds
+        self.state.positions.index_fill_(0, source, INERT)
 
     def _note(self, hidden: Tensor, chosen: Tensor | None, keep: bool) -> None:
         self._prompt_hidden = hidden if keep else None
