@@ -33,20 +33,31 @@ from rosellm.roseinfer.kernels.rotary import load_angles, positioned
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_verify_attention_kernel": "attention"}
+SHARED_BYTES = 200_000  # of a program: two stages of keys and values, queries, weights
 
 
-def fastest_variant(rows: int, kv_heads: int, longest: int, num_sms: int) -> Variant:
+def fastest_variant(
+    rows: int, kv_heads: int, longest: int, num_sms: int, queries: int, head_dim: int, itemsize: int
+) -> Variant:
     """Return the variant that is fastest on an H200 with 8 verify rows per state row.
 
-    Arguments as in ``attention_plan.variant_for``. Short rows stay whole; others are split into pieces, two
-    programs per SM.
+    rows, kv_heads, longest, num_sms: as in ``attention_plan.variant_for``.
+    queries: query heads of a KV head, of all verify rows of a state row.
+    itemsize: bytes of a number in the cache.
+
+    Short rows stay whole; others are split into pieces, two programs per SM. Tiles become smaller until they
+    fit into shared memory.
     """
     reach = next_power_of_2(max(longest, 1))
-    if reach <= SHORT or (rows > 2 and reach <= MIDDLE):
-        return Variant(64 if reach <= SHORT else 128, warps=8, stages=2)
-    tile, stages = (64, 2) if rows > 2 else (32, 1) if reach > MIDDLE else (16, 1)
+    is_whole = reach <= SHORT or (rows > 2 and reach <= MIDDLE)
+    tile = 64 if reach <= SHORT else 128 if is_whole else 64 if rows > 2 else 32 if reach > MIDDLE else 16
+    d, m = next_power_of_2(head_dim), max(SMALLEST_DOT, next_power_of_2(queries))
+    while tile > SMALLEST_DOT and itemsize * (4 * tile * d + m * d + m * tile) > SHARED_BYTES:
+        tile //= 2
+    if is_whole:
+        return Variant(tile, warps=8, stages=2)
     pieces = min(max(1, 2 * num_sms // kv_heads), rows * reach // tile)
-    return Variant(tile, pieces, 4, stages)
+    return Variant(tile, pieces, 4, 2 if rows > 2 else 1)
 
 
 def verify_attention_ref(

@@ -115,7 +115,8 @@ class SpeculativeWorker(Worker):
         """
         c = self.config
         if self.in_one_tile:
-            return f"{VERIFY}{fastest_variant(rows, c.n_kv_heads, longest, self._num_sms)}"
+            sizes = c.group * (self.n_drafts + 1), c.head_dim, self.blocks.k_cache.itemsize
+            return f"{VERIFY}{fastest_variant(rows, c.n_kv_heads, longest, self._num_sms, *sizes)}"
         programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
         return f"{VERIFY}{Variant(SMALLEST_DOT, 1 << (max(most, 1).bit_length() - 1))}"
