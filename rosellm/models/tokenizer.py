@@ -154,18 +154,19 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
         """Return the token ids of each text, as :meth:`encode` does; distinct texts are encoded in parallel.
 
-        Raises ``PromptError`` for the first text that cannot be encoded.
+        Equal texts are encoded once. Raises ``PromptError`` for the first text that cannot be encoded.
         """
         distinct = list(dict.fromkeys(texts))
         if len(distinct) < 2:
-            return [self.encode(text, special) for text in texts]
+            encoded = [self.encode(text, special) for text in distinct]
+            return [encoded[0].copy() for _ in texts]
         try:
-            encoded = self._raw.encode_batch_fast(distinct, add_special_tokens=special)
+            batch = self._raw.encode_batch_fast(distinct, add_special_tokens=special)
         except BaseException:
             for text in distinct:
                 self.encode(text, special)
             raise
-        known = dict(zip(distinct, encoded, strict=True))
+        known = dict(zip(distinct, batch, strict=True))
         return [known[text].ids for text in texts]
 
     def decode(self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special: bool = True) -> str:

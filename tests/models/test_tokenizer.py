@@ -187,6 +187,15 @@ def test_named_tokens_in_no_known_form_are_refused_in_one_line(saved: Path, cont
     refused(saved, "cannot be read as a tokenizer")
 
 
+def test_equal_texts_are_encoded_once_and_each_gets_a_list_of_its_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, encode, encoded = tokenizer.encode(SAMPLE), tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda *given: encoded.append(given) or encode(*given))
+    first, second = tokenizer.encode_many([SAMPLE, SAMPLE])
+    assert first == second == expected and first is not second and len(encoded) == 1
+
+
 @pytest.mark.parametrize("vocab_size", [1, 100, 4096, 50257])
 def test_a_dummy_encodes_decodes_and_streams_within_its_models_vocabulary(vocab_size: int) -> None:
     dummy = module.load_dummy_tokenizer(small_config(vocab_size=vocab_size))
