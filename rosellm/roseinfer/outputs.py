@@ -191,9 +191,10 @@ def _text_of(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Any:
         return lambda: text.text
     if tokenizer is None or not params.detokenize:
         return None
-    prompt, output = sequence.prompt, sequence.output
-    ids = output[: len(output) - sequence.n_without_text]
-    return lambda: tokenizer.decode(ids, prompt, params.skip_special_tokens)
+    end = len(sequence.tokens) - sequence.n_without_text
+    return lambda: tokenizer.decode(
+        sequence.tokens[sequence.n_prompt : end], sequence.prompt, params.skip_special_tokens
+    )
 
 
 def decoded_logprobs(
