@@ -38,8 +38,8 @@ ACTS = (
     Act("Modern models", "Qwen3 and Llama 3, long and unequal contexts.", ("26", "27", "28", "30")),
     Act(
         "Serving",
-        "Determinism, failures, sampling, the first request, arrivals, shared prompts.",
-        ("23", "24", "31", "32", "33", "34", "38"),
+        "Determinism, failures, sampling, the first request, arrivals, shared prompts, speculation.",
+        ("23", "24", "31", "32", "33", "34", "38", "39"),
     ),
     Act("More GPUs", "Sharing a model, replicas, planning.", ("35", "36", "37")),
     Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
