@@ -200,7 +200,8 @@ class Planner:
         """
         needed = self.position[batch.indices]
         if n_drafts:
-            needed = np.minimum(needed + self.n_drafts[batch.indices], self.longest[batch.indices] - 2)
+            drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
+            needed = np.minimum(needed + drafts, self.longest[batch.indices] - 2)
         short = np.flatnonzero(needed >= self.reserved[batch.indices])
         if not short.size:
             return
@@ -227,14 +228,15 @@ class Planner:
             were not accepted.
         """
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
-        self.position[batch.indices] += 1 + self.n_drafts[batch.indices] if n_drafts else 1
+        drafts = np.minimum(self.n_drafts[batch.indices], n_drafts) if n_drafts else 0
+        self.position[batch.indices] += 1 + drafts
         self.left[batch.indices] -= 1
         if not self.left[batch.indices].all():
             self._running = None
 
     def accept(self, index: int, n_tokens: int, n_drafts: int) -> None:
         """Record that a step that verified ``n_drafts`` drafts per row gave the row ``n_tokens`` tokens."""
-        self.position[index] -= self.n_drafts[index] + 1 - n_tokens if n_drafts else 0
+        self.position[index] -= min(int(self.n_drafts[index]), n_drafts) + 1 - n_tokens
         self.left[index] = max(self.left[index] - (n_tokens - 1), 0)
         if not self.left[index]:
             self._running = None

@@ -39,6 +39,7 @@ from rosellm.triton_or_none import next_power_of_2
 
 VERIFY = "verify/"  # begins the attention variants of steps that verify drafts; their pieces follow
 MOST_VERIFIED = 256  # verify rows of a step
+FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
 SMOOTHING, PROBE, MEDIAN_OF = 0.1, 64, 5
@@ -65,10 +66,10 @@ class SpeculativeWorker(Worker):
         super().__init__(**parts)
         self.kernels, self.drafting = kernels, drafting
         self.n_drafts, self.invariant = n_drafts, invariant
-        self.config, places = model.config, n_drafts + 1
+        self.config = model.config
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
-        most = min(self.n_rows, MOST_VERIFIED // places)
-        self._wide = DeviceState(most * places, self.state.table.shape[1], self.device)
+        most = min(self.n_rows * (n_drafts + 1), MOST_VERIFIED)
+        self._wide = DeviceState(most, self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
         tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
         self.texts = Texts(tokens, torch.zeros(self.n_rows, dtype=torch.int32, device=self.device))
@@ -104,9 +105,10 @@ class SpeculativeWorker(Worker):
 
     # Called by this rank only.
 
-    def takes(self, rows: int) -> bool:
-        """Return whether steps of this captured batch size can verify drafts."""
-        return rows * (self.n_drafts + 1) <= len(self._wide.rows)
+    def drafts_for(self, rows: int) -> int:
+        """Return how many drafts per row a step of this captured batch size verifies; 0 for large batches."""
+        fewer = (self.n_drafts, *(k for k in FEWER_DRAFTS if k < self.n_drafts))
+        return next((k for k in fewer if rows * (k + 1) <= len(self._wide.rows)), 0)
 
     def verify_variant(self, rows: int, longest: int) -> str:
         """Return the attention variant of a step that verifies drafts of ``rows`` rows.
@@ -115,7 +117,7 @@ class SpeculativeWorker(Worker):
         """
         c = self.config
         if self.in_one_tile:
-            sizes = c.group * (self.n_drafts + 1), c.head_dim, self.blocks.k_cache.itemsize
+            sizes = c.group * (self.drafts_for(rows) + 1), c.head_dim, self.blocks.k_cache.itemsize
             return f"{VERIFY}{fastest_variant(rows, c.n_kv_heads, longest, self._num_sms, *sizes)}"
         programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
@@ -123,17 +125,17 @@ class SpeculativeWorker(Worker):
 
     def variants(self, rows: int) -> list[str]:
         plain = super().variants(rows)
-        if not self.takes(rows):
+        if not self.drafts_for(rows):
             return plain
         longest = [min(1 << power, self.longest) for power in range((self.longest - 1).bit_length() + 1)]
         return plain + sorted({self.verify_variant(rows, n) for n in longest})
 
     def _verified(self, state: DeviceState, pieces: int) -> Verified:
-        rows = len(state.rows)
-        columns = None
+        rows, columns = len(state.rows), None
         if not self.invariant:
             columns = torch.empty(COLUMNS, rows * pieces, dtype=torch.int32, device=self.device)
-        return Verified(self._wide.first(rows * (self.n_drafts + 1)), columns, self.n_drafts, pieces)
+        n_drafts = self.drafts_for(rows)
+        return Verified(self._wide.first(rows * (n_drafts + 1)), columns, n_drafts, pieces)
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         if not variant.startswith(VERIFY):
@@ -186,7 +188,7 @@ class SpeculativeWorker(Worker):
     def _attend_by_tiles(self, state: DeviceState, verified: Verified) -> Attend:
         """Return the attention of prefills, for which each row's new tokens are a chunk of a prompt."""
         assert verified.columns is not None
-        size = max(SMALLEST_DOT, next_power_of_2(self.n_drafts + 1))
+        size = max(SMALLEST_DOT, next_power_of_2(verified.n_drafts + 1))
         tiles = Tiles(verified.columns, size, verified.pieces > 1, alone=True)
         position, attend_tiles = self.kernels.position_heads, self.kernels.prefill_attention
 
@@ -223,9 +225,8 @@ class SpeculativeWorker(Worker):
 
     def _run_idle(self, bucket: int) -> None:
         super()._run_idle(bucket)
-        for variant in self.variants(bucket):
-            if variant.startswith(VERIFY):
-                self._verify_idle(bucket, variant)
+        for variant in [one for one in self.variants(bucket) if one.startswith(VERIFY)][:1]:
+            self._verify_idle(bucket, variant)  # also accepts, which is the same for every variant
 
     def _verify_idle(self, bucket: int, variant: str) -> None:
         idle = self._idle.first(bucket)
@@ -302,15 +303,17 @@ class SpeculativeStep(ResidentStep):
         super().__init__(*parts)
         self.pace = Pace()
         self._planes = self.worker.state.planes.numpy()
-        self._latest_counts: dict[Sequence, int] = {}
+        self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
+        self._latest_places = 1  # its verify rows per row
         self._asking: tuple[np.ndarray, np.ndarray] | None = None  # of a plan, and of its verify rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
-        """Return how many drafts the next step verifies per row: all, or 0."""
-        if not self.worker.takes(rows) or not self.planner.n_drafts[batch.indices].any():
+        """Return how many drafts the next step verifies per row; 0 if none pay."""
+        n_drafts = self.worker.drafts_for(rows)
+        if not n_drafts or not self.planner.n_drafts[batch.indices].any():
             return 0
         accepted = sum(s.accepted_drafts for s in batch.sequences) / len(batch.sequences)
-        return self.worker.n_drafts if self.pace.drafts(rows, accepted) else 0
+        return n_drafts if self.pace.drafts(rows, accepted) else 0
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
         if not n_drafts:
@@ -327,7 +330,7 @@ class SpeculativeStep(ResidentStep):
         super()._find_logprobs(asking)
 
     def _commit(self, begun: Begun) -> Done:
-        self._latest_counts = {}
+        self._latest_counts, self._latest_places = {}, begun.n_drafts + 1
         done = self._commit_drafts(begun) if begun.n_drafts else super()._commit(begun)
         if begun.kind == "decode":
             self.pace.note(begun.n_rows, begun.n_drafts > 0, done.seconds)
@@ -361,7 +364,7 @@ class SpeculativeStep(ResidentStep):
         if self._latest is None or not self._latest_counts:
             return super().last_logits()
         sequences, batch = self._latest
-        places = self.worker.n_drafts + 1
-        place = dict(zip(batch.sequences, (batch.indices * places).tolist(), strict=True))
+        first = (batch.indices * self._latest_places).tolist()
+        place = dict(zip(batch.sequences, first, strict=True))
         rows = [place[s] + self._latest_counts[s] - 1 for s in sequences if s in place]
         return self._call("logits", np.array(rows))

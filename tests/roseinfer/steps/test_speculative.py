@@ -249,13 +249,19 @@ def test_a_batch_that_gains_drafts_nearly_always(longer, accepted):
     assert 0.97 * best < Clocked(1e-3, longer * 1e-3, accepted).speed(3000) <= best
 
 
-def test_steps_with_more_verify_rows_than_fit_do_not_draft():
-    engine = small_engine(model_of("gpt2"), recipe="speculative", max_batch_size=64, speculative_tokens=7)
-    worker = engine.step.worker
-    assert worker.takes(MOST_VERIFIED // 8) and not worker.takes(2 * MOST_VERIFIED // 8)
-    drafting(engine)
-    prompts = random_prompts([3] * 40, seed=1)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    _, outputs = run(engine, prompts, [params] * 40)
-    _, plain = run(small_engine(model_of("gpt2"), max_batch_size=64), prompts, [params] * 40)
-    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+def test_the_more_rows_the_fewer_drafts_each_and_the_tokens_stay_the_same():
+    """As rows end, the batch takes a smaller captured size, and each row gets more drafts."""
+    model, options = model_of("gpt2"), {"max_batch_size": 192, "num_kv_blocks": 1200}
+    engine = small_engine(model, recipe="speculative", speculative_tokens=11, **options)
+    given = {rows: engine.step.worker.drafts_for(rows) for rows in (1, 16, 32, 64, 128, 192)}
+    assert given == {1: 11, 16: 11, 32: 7, 64: 3, 128: 1, 192: 0}
+    assert all(rows * (k + 1) <= MOST_VERIFIED for rows, k in given.items())
+    prompts = random_prompts([3] * 150, seed=1)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=4 + n // 5, ignore_eos=True) for n in range(len(prompts))
+    ]
+    _, plain = run(small_engine(model, **options), prompts, params)
+    expected = [one.token_ids for one in plain]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    _, outputs = run(drafting(engine, Oracle(known, 0.7)), prompts, params)
+    assert [one.token_ids for one in outputs] == expected
