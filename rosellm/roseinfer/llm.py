@@ -29,13 +29,11 @@ from rosellm.errors import (
 )
 from rosellm.models.chat import NO_VARIABLES, Message, hf_tokenizer, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, sampling_defaults
-from rosellm.models.loading import resolve_device
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.recipe import Recipe, speculating
+from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import RequestMetrics
-from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
@@ -84,7 +82,7 @@ class LLM:
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
-        same step, which changes no token. None decodes one token per step.
+        same step; in float32 the tokens are those of single steps. None decodes one token per step.
     speculative_tokens: maximum number of tokens drafted per step and sequence, 1 to 16.
     seed: seeds the requests that have no seed, so that the same calls give the same tokens; None gives each
         a fresh seed.
@@ -144,17 +142,12 @@ class LLM:
         config = SchedulerConfig(prefill_chunk=prefill_chunk, **budget)
         if load_format != "dummy" and (revision or download_dir or hf_token):
             model = str(checkpoint_folder(model, revision, download_dir, hf_token))
-        more = translated(options, set(signature(LLM).parameters))
-        speculation = more.pop("speculation", speculation)
-        chosen: str | Rung | None = rung if recipe is None else recipe
-        if speculation is not None:
-            chosen = speculating(chosen, speculation, resolve_device(device))
         own: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
             "load_format": load_format,
             "tokenizer": tokenizer,
-            "recipe": chosen,
+            "recipe": rung if recipe is None else recipe,
             "max_batch_size": max_batch_size,
             "max_model_len": max_model_len,
             "num_kv_blocks": num_kv_blocks,
@@ -164,9 +157,10 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up and not enforce_eager,
             "tune": tune,
+            "speculation": speculation,
             "speculative_tokens": speculative_tokens,
         }
-        own |= more
+        own |= translated(options, set(signature(LLM).parameters))
         self.served: Engine | Replicas  # what a streaming manager uses as its engine
         if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             self.served = load_engine(model, tensor_parallel_size=tensor_parallel_size, **own)

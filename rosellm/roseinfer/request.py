@@ -75,7 +75,6 @@ class Sequence:
     logprobs: one entry per output token, or None unless requested.
     prompt_logprobs: one entry per token of the prompt, None for the first; or None unless requested.
     metrics, text: updated by a scheduler; ``text`` is None without stop strings.
-    accepted_drafts: the mean number of draft tokens accepted per step, of late; at first a guess.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Sequence:
         asked = params.prompt_logprobs is not None
         self.prompt_logprobs: list[Likely | None] | None = [None] * self.n_prompt if asked else None
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.accepted_drafts = 1.0
 
     @property
     def last_token(self) -> int:
@@ -237,7 +235,7 @@ class Sequence:
 
     def _note_stop(self) -> None:
         if self.text is not None and self.text.stopped is not None:
-            self.finish_reason, self.stop_reason = "stop", self.text.stopped
+            self.finish_reason, self.stop_reason, self.error = "stop", self.text.stopped, None
 
     def cancel(self) -> None:
         """End the sequence as cancelled."""

@@ -37,7 +37,7 @@ from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.members import Follower, Leader
 from rosellm.roseinfer.ranks.watch import Beats, Watch, join, kill, watch_rank_0
-from rosellm.roseinfer.recipe import LADDER, get_rung
+from rosellm.roseinfer.recipe import LADDER, get_rung, speculating
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.resident import ResidentStep
@@ -69,10 +69,12 @@ def load_engine(
     dtype: str = "auto",
     load_format: str = "auto",
     tokenizer: str | None = None,
+    speculation: str | None = None,
     **options: Any,
 ) -> Engine:
     """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, as ``Engine.load`` does.
 
+    speculation: changes the recipe as ``recipe.speculating`` does, unless it is None.
     options: options of ``Engine``.
 
     On GPUs, rank r uses GPU r; on a CPU, the ranks share its cores. The other ranks end with the engine. If
@@ -81,6 +83,9 @@ def load_engine(
     ``RankError``.
     """
     load = Load(model, device, dtype, load_format, tokenizer)
+    if speculation is not None:
+        recipe = speculating(options.get("recipe"), speculation, resolve_device(device))
+        options |= {"recipe": recipe}
     kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
     check_ranks(tensor_parallel_size, load, *kinds)
     if tensor_parallel_size == 1:

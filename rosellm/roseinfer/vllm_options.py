@@ -12,6 +12,7 @@ SAME_AS = {
     "enable_prefix_caching": "prefix_cache",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
+NGRAM = {"method", "num_speculative_tokens"}  # keys of vLLM's ``speculative_config``
 NO_REMOTE_CODE = "code from checkpoints is never run"
 ONE_FORMAT = "checkpoints are read in 16 or 32 bits"
 # Values without effect, and why others are refused. No values: all have none, since they tune vLLM's inside.
@@ -110,8 +111,8 @@ def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
     for name, value in given.items():
         if name in SAME_AS:
             options |= {} if value is None else {SAME_AS[name]: value}  # None is vLLM's default
-        elif name == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram":
-            options |= {"speculation": "ngram", "speculative_tokens": value.get("num_speculative_tokens")}
+        elif name == "speculative_config" and isinstance(value, dict) and set(value) == NGRAM:
+            options |= {"speculation": value["method"], "speculative_tokens": value["num_speculative_tokens"]}
         elif name in NEUTRAL:
             values, reason = NEUTRAL[name]
             if values and value not in values:

@@ -72,7 +72,7 @@ def test_speculation_chooses_a_rung_or_a_recipe(both):
     llm = LLM(**SMALL, rung="fused_head", speculation="ngram", speculative_tokens=3)
     assert llm.rung is None and llm.engine.recipe.speculation == "ngram"
     assert llm.engine.speculative_tokens == 3
-    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = LLM(**SMALL, speculative_config=config)
     assert llm.rung == "speculative" and llm.engine.speculative_tokens == 5
 
@@ -88,6 +88,7 @@ def test_speculation_chooses_a_rung_or_a_recipe(both):
         ({"speculation": "ngram", "rung": "one_pass"}, "speculation='ngram' needs exhibit='none'"),
         ({"speculation": "ngram", "tensor_parallel_size": 2}, "needs speculation='none', not 'ngram'"),
         ({"speculative_config": {"method": "eagle"}}, 'use {"method": "ngram"'),
+        ({"speculative_config": {"method": "ngram", "num_tokens": 5}}, 'use {"method": "ngram"'),
     ],
 )
 def test_what_cannot_be_is_one_line(options, told):

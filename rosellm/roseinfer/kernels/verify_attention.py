@@ -33,17 +33,25 @@ from rosellm.roseinfer.kernels.rotary import load_angles, positioned
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_verify_attention_kernel": "attention"}
-SHARED_BYTES = 200_000  # of a program: two stages of keys and values, queries, weights
+FILLED = 0.75  # of the shared memory, by two stages of keys and values, queries and weights
 
 
 def fastest_variant(
-    rows: int, kv_heads: int, longest: int, num_sms: int, queries: int, head_dim: int, itemsize: int
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    num_sms: int,
+    queries: int,
+    head_dim: int,
+    itemsize: int,
+    shared_bytes: int,
 ) -> Variant:
     """Return the variant that is fastest on an H200 with 8 verify rows per state row.
 
     rows, kv_heads, longest, num_sms: as in ``attention_plan.variant_for``.
     queries: query heads of a KV head, of all verify rows of a state row.
     itemsize: bytes of a number in the cache.
+    shared_bytes: shared memory of a program.
 
     Short rows stay whole; others are split into pieces, two programs per SM. Tiles become smaller until they
     fit into shared memory.
@@ -52,7 +60,7 @@ def fastest_variant(
     is_whole = reach <= SHORT or (rows > 2 and reach <= MIDDLE)
     tile = 64 if reach <= SHORT else 128 if is_whole else 64 if rows > 2 else 32 if reach > MIDDLE else 16
     d, m = next_power_of_2(head_dim), max(SMALLEST_DOT, next_power_of_2(queries))
-    while tile > SMALLEST_DOT and itemsize * (4 * tile * d + m * d + m * tile) > SHARED_BYTES:
+    while tile > SMALLEST_DOT and itemsize * (4 * tile * d + m * d + m * tile) > FILLED * shared_bytes:
         tile //= 2
     if is_whole:
         return Variant(tile, warps=8, stages=2)
@@ -114,7 +122,7 @@ def _load_rows(
 
 @triton.jit
 def _append_rows(
-    new, norms, cache, table_ptr, verified, rotary, row, position, kv_head,
+    new, norms, cache, table_ptr, verified, rotary, row, kv_head,
     PLACES: tl.constexpr, NEW: tl.constexpr, shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """Append the live verify rows' keys and values; return keys, values ``[NEW, D]``, and which are live."""
@@ -123,7 +131,7 @@ def _append_rows(
     places = tl.load(verified.positions + (first + i) * verified.position_stride, mask=i < PLACES, other=-1)
     live = places >= 0
     offset = (first + i) * new.kv_stride + kv_head * shape.D
-    k = _load_rows(new.k, offset, live, position + i, norms[1], new, cache, rotary, shape, tiling)
+    k = _load_rows(new.k, offset, live, places, norms[1], new, cache, rotary, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     mask = live[:, None] & (d < shape.D)
     v = tl.load(new.v + offset[:, None] + d, mask=mask, other=0.0)
@@ -131,11 +139,17 @@ def _append_rows(
     for part in tl.static_range(1, PARTS):
         v += tl.load(new.v + part * new.part_stride + offset[:, None] + d, mask=mask, other=0.0)
     v = v.to(cache.v.dtype.element_ty)
-    block = tl.load(table_ptr + (position + i) // shape.BLOCK_SIZE, mask=live, other=0)
-    slot = slot_offset(cache, block, (position + i) % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
+    block = tl.load(table_ptr + places // shape.BLOCK_SIZE, mask=live, other=0)
+    slot = slot_offset(cache, block, places % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
     tl.store(cache.k + slot, k, mask=mask)
     tl.store(cache.v + slot, v, mask=mask)
     return k, v, live
+
+
+@triton.jit
+def _finite(x):
+    """Return x with 0 for infinities and NaN: a refused draft's value, times a weight of 0, must be 0."""
+    return tl.where(x - x == 0, x, 0.0)
 
 
 @triton.jit
@@ -154,9 +168,9 @@ def _verify_part(
     place = m // shape.GROUP
     offset = (row * PLACES + place) * new.q_stride + (kv_head * shape.GROUP + m % shape.GROUP) * shape.D
     inside = m < shape.GROUP * PLACES
-    q = _load_rows(new.q, offset, inside, position + place, norms[0], new, cache, rotary, shape, tiling).to(
-        DOT
-    )
+    placed = verified.positions + (row * PLACES + place) * verified.position_stride
+    places = tl.load(placed, mask=inside, other=-1)
+    q = _load_rows(new.q, offset, inside, places, norms[0], new, cache, rotary, shape, tiling).to(DOT)
     m_i, l_i, acc = no_keys(shape, tiling)
     begin = tile * tiling.TILE
     end = begin + n_tiles * tiling.TILE
@@ -167,8 +181,7 @@ def _verify_part(
     m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
     if tile == 0:
         k_new, v_new, live = _append_rows(
-            new, norms, cache, table_ptr, verified, rotary, row, position, kv_head, PLACES, NEW,
-            shape, tiling,
+            new, norms, cache, table_ptr, verified, rotary, row, kv_head, PLACES, NEW, shape, tiling
         )  # fmt: skip
         seen = live[None, :] & (tl.arange(0, NEW)[None, :] <= place[:, None])
         scores = tl.dot(q, tl.trans(k_new.to(DOT)), input_precision="ieee") * scale  # [M, NEW]
@@ -176,7 +189,9 @@ def _verify_part(
         highest = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - highest[:, None])
         alpha = tl.exp2(m_i - highest)
-        acc = tl.dot(p.to(DOT), v_new.to(DOT), acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(DOT), _finite(v_new).to(DOT), acc * alpha[:, None], input_precision="ieee")
+        spoilt = seen & (tl.sum(v_new.to(tl.float32) * 0, axis=1) != 0)[None, :]
+        acc += tl.where(tl.max(spoilt.to(tl.int32), axis=1) > 0, float("nan"), 0.0)[:, None]
         l_i = l_i * alpha + tl.sum(p, axis=1)
         m_i = highest
     return m_i, l_i, acc

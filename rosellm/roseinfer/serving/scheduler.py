@@ -390,14 +390,14 @@ class OnlineScheduler(Scheduler):
                     sequence.follow_text()
             else:
                 self._record_several(done, done.counts)
-            failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
+            failed = [s for s in done.failed if s.request_id in self.requests and s not in view.sequences]
             ended = [s for s in view.sequences if s.finish_reason is not None] + failed
             if ended:
                 self._finish(ended)
             self._stepped.append(view.sequences + failed if failed else view.sequences)
 
     def _record_several(self, done: Done, counts: list[int]) -> None:
-        """Record a step that may have given a sequence several tokens."""
+        """Record a step that may have given a sequence several tokens before it failed."""
         now, n_tokens = perf_counter(), 0
         for sequence, count in zip(done.sequences, counts, strict=True):
             if sequence.request_id in self.requests:

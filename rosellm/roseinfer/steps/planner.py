@@ -19,6 +19,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
+FIRST_GUESS, SMOOTHING = 1.0, 0.1  # accepted draft tokens per step
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +87,7 @@ class Planner:
     reserved: number of its tokens that have slots in the KV cache.
     longest: its maximum number of tokens.
     n_drafts: number of draft tokens that a step may verify for it.
+    accepted: mean number of its draft tokens that a step accepts, of late; at first ``FIRST_GUESS``. Float64.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
 
@@ -95,6 +97,7 @@ class Planner:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self._most_drafts = n_drafts
         self.counts = TokenCounts(n_rows, call)
+        self.accepted = np.zeros(n_rows)
         columns = np.zeros((6, n_rows), np.int64)
         self.left, self.position, self.reserved, self.round, self.longest, self.n_drafts = columns
         self._at: list[Row | None] = [None] * n_rows
@@ -159,7 +162,7 @@ class Planner:
         for index, sequence, position in zip(indices, sequences, positions, strict=True):
             self.left[index], self.position[index] = sequence.max_length - position - 1, position
             self.reserved[index] = self.blocks.tokens_reserved(sequence.block_ids)
-            self.longest[index] = sequence.max_length
+            self.longest[index], self.accepted[index] = sequence.max_length, FIRST_GUESS
         self._left_behind.difference_update(indices)
         self._running = None
         if self._most_drafts and sequences:
@@ -190,6 +193,17 @@ class Planner:
             self._call("deactivate_rows", np.array(list(self._left_behind), np.int32))
             self._left_behind.clear()
 
+    def cached_at_most(self, batch: Batch, n_drafts: int = 0) -> np.ndarray:
+        """Return the highest position at which the next step may cache a token of each row, ``[n]``.
+
+        n_drafts: number of draft tokens that the step verifies per row.
+        """
+        position = self.position[batch.indices]
+        if not self._most_drafts:
+            return position
+        drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
+        return np.minimum(position + drafts, self.longest[batch.indices] - 2)
+
     def grow(self, batch: Batch, n_drafts: int = 0) -> None:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
@@ -198,10 +212,7 @@ class Planner:
         Raises ``KVCacheExhausted`` if blocks run out; slots reserved until then are kept. No step has begun
         by then.
         """
-        needed = self.position[batch.indices]
-        if n_drafts:
-            drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
-            needed = np.minimum(needed + drafts, self.longest[batch.indices] - 2)
+        needed = self.cached_at_most(batch, n_drafts)
         short = np.flatnonzero(needed >= self.reserved[batch.indices])
         if not short.size:
             return
@@ -236,7 +247,10 @@ class Planner:
 
     def accept(self, index: int, n_tokens: int, n_drafts: int) -> None:
         """Record that a step that verified ``n_drafts`` drafts per row gave the row ``n_tokens`` tokens."""
-        self.position[index] -= min(int(self.n_drafts[index]), n_drafts) + 1 - n_tokens
+        drafts = min(int(self.n_drafts[index]), n_drafts)
+        self.position[index] -= drafts + 1 - n_tokens
+        if drafts:
+            self.accepted[index] += SMOOTHING * (n_tokens - 1 - self.accepted[index])
         self.left[index] = max(self.left[index] - (n_tokens - 1), 0)
         if not self.left[index]:
             self._running = None
@@ -295,7 +309,8 @@ class Planner:
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other indices on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
-        for column in (self.left, self.position, self.reserved, self.longest, self.n_drafts):
+        columns = self.left, self.position, self.reserved, self.longest, self.n_drafts, self.accepted
+        for column in columns:
             column[targets] = column[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):

@@ -239,7 +239,7 @@ class ResidentStep:
 
     def _variant(self, rows: int, batch: Batch) -> str:
         """Return the attention variant for the numbers of cached tokens in the batch."""
-        cached = self.planner.position[batch.indices]
+        cached = self.planner.cached_at_most(batch)
         return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:

@@ -22,6 +22,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels import attention
 from rosellm.roseinfer.kernels.attention_plan import Variant
+from rosellm.roseinfer.kernels.linear import shared_memory
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
 from rosellm.roseinfer.kernels.prefill import Launch, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
@@ -42,7 +43,7 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-SMOOTHING, PROBE, MEDIAN_OF = 0.1, 64, 5
+PROBE, MEDIAN_OF = 64, 5  # steps
 
 
 class SpeculativeWorker(Worker):
@@ -79,6 +80,7 @@ class SpeculativeWorker(Worker):
         self._layers_for = self.layers_for if invariant or self.in_one_tile else packed.layers_for
         self._launch = {}
         on_gpu = self.device.type == "cuda"
+        self._shared_bytes = shared_memory(self.device) or 0
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
         usual = launch_for(model.dtype, self.config.head_dim, self.config.group)
         self._heads = min(self.config.group & -self.config.group, HEADS_AT_ONCE)
@@ -117,8 +119,9 @@ class SpeculativeWorker(Worker):
         """
         c = self.config
         if self.in_one_tile:
-            sizes = c.group * (self.drafts_for(rows) + 1), c.head_dim, self.blocks.k_cache.itemsize
-            return f"{VERIFY}{fastest_variant(rows, c.n_kv_heads, longest, self._num_sms, *sizes)}"
+            tile = c.group * (self.drafts_for(rows) + 1), c.head_dim, self.blocks.k_cache.itemsize
+            sizes = rows, c.n_kv_heads, longest, self._num_sms, *tile, self._shared_bytes
+            return f"{VERIFY}{fastest_variant(*sizes)}"
         programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
         return f"{VERIFY}{Variant(SMALLEST_DOT, 1 << (max(most, 1).bit_length() - 1))}"
@@ -225,6 +228,7 @@ class SpeculativeWorker(Worker):
 
     def _run_idle(self, bucket: int) -> None:
         super()._run_idle(bucket)
+        self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
         for variant in [one for one in self.variants(bucket) if one.startswith(VERIFY)][:1]:
             self._verify_idle(bucket, variant)  # also accepts, which is the same for every variant
 
@@ -243,6 +247,7 @@ class SpeculativeWorker(Worker):
         if variant.startswith(VERIFY):
             self._verify_idle(bucket, variant)
         else:
+            self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
             super()._warm_up_step(bucket, mode, variant)
 
 
@@ -312,14 +317,14 @@ class SpeculativeStep(ResidentStep):
         n_drafts = self.worker.drafts_for(rows)
         if not n_drafts or not self.planner.n_drafts[batch.indices].any():
             return 0
-        accepted = sum(s.accepted_drafts for s in batch.sequences) / len(batch.sequences)
-        return n_drafts if self.pace.drafts(rows, accepted) else 0
+        accepted = np.minimum(self.planner.accepted[batch.indices], self.planner.n_drafts[batch.indices])
+        return n_drafts if self.pace.drafts(rows, float(np.minimum(accepted, n_drafts).mean())) else 0
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
         if not n_drafts:
             super()._launch(rows, batch, 0)
             return
-        longest = int(self.planner.position[batch.indices].max())
+        longest = int(self.planner.cached_at_most(batch).max())
         self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
@@ -344,11 +349,9 @@ class SpeculativeStep(ResidentStep):
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         given: dict[Sequence, int] = {}
         for i in live:
-            index, sequence, n = rows[i].index, sequences[i], int(counts[i])
+            sequence, n = sequences[i], int(counts[i])
             self._latest_counts[sequence] = n
-            self.planner.accept(index, n, begun.n_drafts)
-            if self.planner.n_drafts[index]:
-                sequence.accepted_drafts += SMOOTHING * (n - 1 - sequence.accepted_drafts)
+            self.planner.accept(rows[i].index, n, begun.n_drafts)
             given[sequence] = sequence.commit_all(planes[:n, i][::-1].tolist())
         failed = [s for s in given if s.finish_reason == "failed"]
         got = [s for s, n in given.items() if n]
@@ -366,5 +369,5 @@ class SpeculativeStep(ResidentStep):
         sequences, batch = self._latest
         first = (batch.indices * self._latest_places).tolist()
         place = dict(zip(batch.sequences, first, strict=True))
-        rows = [place[s] + self._latest_counts[s] - 1 for s in sequences if s in place]
+        rows = [place[s] + self._latest_counts[s] - 1 for s in sequences if s in self._latest_counts]
         return self._call("logits", np.array(rows))

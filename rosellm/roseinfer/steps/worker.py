@@ -92,9 +92,11 @@ class Worker:
         self.logprobs, self.graphs, self.prompts = logprobs, graphs, prompts
         self.device = state.rows.device
         self.longest = width * blocks.block_size
-        n_planes = len(state.planes)
-        idle = self.state if graphs is None else DeviceState(self.n_rows, width, self.device, (), n_planes)
-        self._idle = idle
+        sizes = len(state.rows), width, self.device, (), len(state.planes)
+        idle = (
+            state if graphs is None else DeviceState(*sizes)
+        )  # the same shapes, for which kernels are compiled
+        self._idle = idle.first(self.n_rows)
         self._idle.stop_tokens = state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(self.n_rows, device=self.device)
         self._staging = StagingBuffer(self.device, torch.int32)

@@ -16,6 +16,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, Pace
+from rosellm.roseinfer.steps.worker import Clock
 from tests.helpers import FAMILIES, ON_GPU, random_model, random_prompts, small_config, small_engine
 
 N_TOKENS = 30
@@ -63,9 +64,18 @@ class Oracle:
             self.n_drafted += len(drafts)
 
 
-def drafting(engine: Engine, oracle: Oracle | None = None) -> Engine:
-    """The engine, which drafts in every step that it can; by the oracle, if there is one."""
-    engine.step.pace.drafts = lambda rows, accepted: True
+@pytest.fixture(params=["settled", "in flight"])
+def in_flight(request, monkeypatch) -> bool:
+    """Whether steps stay in flight for as long as they may, as on a GPU; on a CPU each has ended at once."""
+    if request.param == "in flight":
+        monkeypatch.setattr(Clock, "has_ended", lambda self: False)
+    return request.param == "in flight"
+
+
+def drafting(engine: Engine, oracle: Oracle | None = None, often: float = 1.0) -> Engine:
+    """The engine, which drafts in steps at random, or in all that can; by the oracle, if there is one."""
+    rng = random.Random(1)
+    engine.step.pace.drafts = lambda rows, accepted: rng.random() < often
     if oracle is not None:
         note, _, accept, dependent = engine.step.worker.drafting
         engine.step.worker.drafting = DraftKernels(note, oracle.propose, accept, dependent)
@@ -90,7 +100,7 @@ def model_of(family: str, device: str = "cpu") -> Any:
 
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("family", MODELS)
-def test_every_request_gets_the_tokens_of_single_steps(family, right):
+def test_every_request_gets_the_tokens_of_single_steps(family, right, in_flight):
     """Of every mode in one batch; k of 1, 7 and 16; prompts in chunks; blocks that run out."""
     model, modes = model_of(family), list(SAMPLED)
     prompts, params = random_prompts([3, 17, 9, 30, 5, 12], seed=4), wishes(modes)
@@ -104,7 +114,7 @@ def test_every_request_gets_the_tokens_of_single_steps(family, right):
     ):
         oracle = Oracle(known, right)
         engine = small_engine(model, recipe="speculative", speculative_tokens=k, **options)
-        scheduler, outputs = run(drafting(engine, oracle), prompts, params, **limits)
+        scheduler, outputs = run(drafting(engine, oracle, 0.7), prompts, params, **limits)
         assert [one.token_ids for one in outputs] == expected
         after_prefills = len(expected) + scheduler.preemptions
         assert scheduler.decode_tokens == sum(map(len, expected)) - after_prefills
@@ -169,7 +179,7 @@ def test_a_request_ends_where_single_steps_end_it_though_later_drafts_were_accep
             assert ending(engine, prompt, **wish) == ending(small_engine(model), prompt, **wish)
 
 
-def test_rows_that_leave_and_come_back_keep_their_texts():
+def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
     """Sequences pause, are released and start again at random; each gets its own tokens."""
     model, rng = model_of("llama"), random.Random(5)
     prompts = random_prompts([2, 9, 17, 5, 30, 8, 12], seed=6)
@@ -178,7 +188,7 @@ def test_rows_that_leave_and_come_back_keep_their_texts():
     expected = [one.token_ids for one in plain]
     known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     options = {"recipe": "speculative", "max_batch_size": 4, "speculative_tokens": 3}
-    engine = drafting(small_engine(model, **options), Oracle(known, 0.6))
+    engine = drafting(small_engine(model, **options), Oracle(known, 0.6), 0.7)
     to_come, there = list(range(len(prompts))), {}
     for _ in range(120):
         if to_come and len(there) < 4 and rng.random() < 0.5:
@@ -210,6 +220,57 @@ def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be
     scheduler, (output,) = run(drafting(engine, Oracle([prompt + plain], 1.0)), [prompt], params)
     assert output.token_ids == plain
     assert scheduler.decode_steps == -(-39 // (k + 1))  # the first token is the prefill's
+
+
+def test_a_row_near_its_end_takes_plain_steps_while_drafting_ones_are_in_flight(in_flight):
+    """The host only knows how many tokens there may be by then; it reserves none beyond the last."""
+    model, prompt = model_of("gpt2"), random_prompts([9], seed=2)[0]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, 9, 12, 24)]
+    plain = [one.token_ids for one in run(small_engine(model), [prompt] * 4, params)[1]]
+    for switch in range(4):
+        engine = drafting(small_engine(model, recipe="speculative"), Oracle([prompt + plain[-1]], 0.5))
+        kinds = iter([True] * switch + [False, True] * 40)
+        engine.step.pace.drafts = lambda rows, accepted, kinds=kinds: next(kinds)
+        assert [one.token_ids for one in run(engine, [prompt] * 4, params)[1]] == plain
+
+
+def test_a_step_whose_last_choice_fails_gives_the_tokens_before_it_and_harms_no_other_request(in_flight):
+    model, prompts = model_of("gpt2"), [[5, 6, 7] * 4, [9, 8, 7]]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 2
+    plain = [one.token_ids for one in run(small_engine(model), prompts, params)[1]]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
+    engine = drafting(small_engine(model, recipe="speculative"), Oracle(known, 1.0))
+    accept = engine.step.worker._accept
+
+    def accept_all_but_one(hidden, state, verified, mode):
+        hidden = hidden.clone()
+        hidden[verified.state.positions == 17] = float("nan")
+        accept(hidden, state, verified, mode)
+
+    engine.step.worker._accept = accept_all_but_one
+    failed, other = run(engine, prompts, params)[1]
+    assert failed.finish_reason == "failed" and failed.token_ids == plain[0][:6]
+    assert other.token_ids[:14] == plain[1][:14]
+
+
+def test_logits_of_a_batch_leave_out_a_sequence_released_while_its_step_ran(in_flight):
+    engine = drafting(small_engine(model_of("gpt2"), recipe="speculative"))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    both = [engine.make_sequence([5, 6, 7] * 4, params) for _ in range(2)]
+    engine.prefill(both)
+    engine.begin_decode(both)
+    engine.release(both[0])
+    assert len(engine.step.last_logits()) == 1
+
+
+def test_rows_that_get_no_drafts_do_not_count_as_rows_whose_drafts_are_accepted():
+    engine = small_engine(model_of("gpt2"), recipe="speculative")
+    seen: list[float] = []
+    engine.step.pace.drafts = lambda rows, accepted: bool(seen.append(accepted)) or True
+    wishes_of_each = [{}] + [{"repetition_penalty": 1.2}] * 3
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **own) for own in wishes_of_each]
+    run(engine, random_prompts([9] * 4, seed=3), params)
+    assert 0 < max(seen) <= 0.25
 
 
 def test_drafts_of_a_text_that_repeats_are_accepted():

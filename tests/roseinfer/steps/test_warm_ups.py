@@ -33,7 +33,7 @@ from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
 ROOT = Path(__file__).parents[3]
-RUNGS = ("packed_prefill", BEST_RUNG, "one_pass")
+RUNGS = ("packed_prefill", BEST_RUNG, "one_pass", "speculative")
 FAMILIES = {"gpt2": {}, "qwen3": MODERN}
 Launch = tuple[str, tuple, tuple]
 
@@ -97,9 +97,10 @@ def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, r
     assert len(step.warm_ups(4)) == 1
     engine.warm_up(4)
     assert {bucket for bucket, _, _ in step._steps} == {4}
-    assert step.n_captured == len(step._steps) == n_modes
+    n_variants = len(step.variants(4))
+    assert step.n_captured == len(step._steps) == n_modes * n_variants
     engine.warm_up()
-    assert step.captures() == [] and len(step._steps) > n_modes
+    assert step.captures() == [] and len(step._steps) > n_modes * n_variants
     host_driven = small_engine(random_model(0), recipe="cuda_graph", warm_up=False)
     host_driven.warm_up(5)
     assert list(host_driven.step.captured) == [8]
