@@ -93,9 +93,7 @@ class Worker:
         self.device = state.rows.device
         self.longest = width * blocks.block_size
         sizes = len(state.rows), width, self.device, (), len(state.planes)
-        idle = (
-            state if graphs is None else DeviceState(*sizes)
-        )  # the same shapes, for which kernels are compiled
+        idle = state if graphs is None else DeviceState(*sizes)  # shaped alike: kernels are compiled for that
         self._idle = idle.first(self.n_rows)
         self._idle.stop_tokens = state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(self.n_rows, device=self.device)

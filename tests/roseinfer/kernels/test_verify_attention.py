@@ -83,3 +83,25 @@ def test_outputs_and_cache_are_those_of_a_token_at_a_time(
             torch.testing.assert_close(one, other, **tolerance)
         inert = (named["positions"] < 0).repeat_interleave(k + 1)
         assert (found[inert] == 0).all()
+
+
+@every_place
+@pytest.mark.parametrize("variant", ["whole", "cut"])
+def test_a_draft_that_is_not_finite_spoils_no_token_before_it(device, dtype, variant):
+    """As in single steps, it spoils its own output and those after it."""
+    named, caches = inputs(1, device, dtype, "groups", 7, 1, True)
+    live = named["verified_positions"].view(4, 8) >= 0
+    (row,) = (live.sum(dim=1) > 3).nonzero()[0].tolist()
+    named["v_new"][8 * row + 2, 1, 3] = float("inf")
+    named["k_new"][8 * row + 2, 0, 0] = float("nan")
+    k_cache, v_cache = (x.clone().to(device) for x in caches)
+    expected = verify_attention_ref(**named, k_cache_layer=k_cache, v_cache_layer=v_cache)
+    k_cache, v_cache = (x.clone().to(device) for x in caches)
+    make = make_plan if named["positions"].is_cuda else make_plan_ref
+    plan = make(named["positions"], VARIANTS[variant])
+    found = verify_attention(**named, k_cache_layer=k_cache, v_cache_layer=v_cache, plan=plan)
+    first, spoilt = 8 * row, slice(8 * row + 2, 8 * row + int(live[row].sum()))
+    for out in (expected, found):
+        assert out[first : first + 2].isfinite().all()
+        for head in (0, 4):  # of the KV head with the key, and of that with the value
+            assert not out[spoilt, head].isfinite().all(dim=1).any()
