@@ -199,7 +199,13 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
         running = [s for s in there if not s.is_finished and rng.random() < 0.8]
         if running:
             engine.begin_decode(running)
-        list(engine.step.collect(rng.randint(0, 3)))
+        leave = rng.randint(0, 3)
+        list(engine.step.collect(leave))
+        planner = engine.step.planner
+        for sequence in [s for s in planner.sequences if leave == 0]:  # what may have been is now known
+            row = planner.batch([sequence]).indices[0]
+            assert planner.position[row] == sequence.num_cached_tokens
+            assert planner.left[row] == sequence.max_length - len(sequence.tokens)
         for sequence in list(there):
             assert sequence.output == expected[there[sequence]][: sequence.n_output]
             if sequence.is_finished or rng.random() < 0.03:
