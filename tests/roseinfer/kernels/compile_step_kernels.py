@@ -61,7 +61,7 @@ def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows
             for run in worker.prompts.warm_ups():
                 run()
         else:
-            worker._num_sms = 132
+            worker._num_sms, worker._shared_bytes = 132, linear.shared_memory(CPU)
         for n in rows:
             for run in worker.warm_ups(n):
                 run()
