@@ -177,7 +177,7 @@ FAULTS = (
     Fault("a draft that is not finite", "verify_attention.py", "test_verify_attention.py",
           "_finite(v_new)", "v_new"),
     Fault("texts of moved rows", "speculative.py", "test_speculative.py",
-          "in (self.texts.tokens, self.texts.is_drafted):", "in (self.texts.is_drafted,):"),
+          "in (self.texts.tokens, self.texts.wants_drafts):", "in (self.texts.wants_drafts,):"),
     Fault("slots of drafts", "planner.py", "test_speculative.py",
           "np.minimum(position + drafts,", "np.minimum(position + 0 * drafts,"),
     Fault("two boxes", "ring_attention.py", "kernels/test_attention.py",

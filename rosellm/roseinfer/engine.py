@@ -316,8 +316,8 @@ class Engine(Owned):
 
     def _step_on(self, blocks: KVBlocks) -> Step:
         sizes = self.max_batch_size, self.max_model_len
-        ends = self.group, self.speculative_tokens
-        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, *ends)
+        given = self.recipe, self.model, blocks, self.kernels, *sizes, self.group
+        return build_step(*given, self.speculative_tokens)
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:

@@ -24,12 +24,8 @@ class BlockBudget:
     def __init__(
         self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int, per_step: int = 1
     ) -> None:
-        self.blocks, self.prefix_cache, self.run_ahead, self.per_step = (
-            blocks,
-            prefix_cache,
-            run_ahead,
-            per_step,
-        )
+        self.blocks, self.prefix_cache = blocks, prefix_cache
+        self.run_ahead, self.per_step = run_ahead, per_step
         self.reserved = 0
         self._ensured: list[Sequence] | None = None  # the list that has blocks for _ensured_steps more steps
         self._ensured_steps = self._ensured_need = 0

@@ -49,20 +49,20 @@ class Texts:
     """The text of every state row on the device.
 
     tokens: int32 ``[S, L]``, the token at each position. The last token of a row need not be there yet.
-    is_drafted: int32 ``[S]``, 0 for a row that gets no drafts.
+    wants_drafts: int32 ``[S]``, 0 for a row that must get no drafts.
     """
 
     tokens: Tensor
-    is_drafted: Tensor
+    wants_drafts: Tensor
 
 
 @dataclass(frozen=True)
 class Verified:
     """The inputs of a step of R state rows with k draft tokens each.
 
-    state: R * (k + 1) rows, the verify rows of each state row one after another. Of a state row's fields they
-        have all but token, position, temperature and counts; missing drafts are inert rows of temperature 0.
-        The block tables are those of the state rows, unless ``columns`` is given: then they are not written.
+    state: R * (k + 1) verify rows, those of each state row one after another. They copy the fields of their
+        state row except token, position and counts; a place without a draft is an inert row of temperature 0.
+        Block tables are copied only if ``columns`` is None.
     columns: int32 ``[COLUMNS, R * pieces]``, the columns of ``prefill_tiles.tile_columns`` for one tile per
         state row, in the given number of pieces; its rows of the block table are the state rows. Or None.
     n_drafts: k.
@@ -94,7 +94,7 @@ def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified) -> None
             continue
         texts.tokens[row, position] = state.tokens[row]
         counts[row] = 1
-        if texts.is_drafted[row] and (most := min(k, limit - 2 - position)) > 0:
+        if texts.wants_drafts[row] and (most := min(k, limit - 2 - position)) > 0:
             drafts = drafts_after(texts.tokens[row, : position + 1], most)
             counts[row] += len(drafts)
             wide[row, 1 : counts[row], TOKEN] = drafts
@@ -271,7 +271,7 @@ def propose(*, state: DeviceState, texts: Texts, verified: Verified, dependent: 
     fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
     strides = state.rows.stride(0), texts.tokens.stride(0)
     _match_kernel[(rows, n_chunks)](
-        state.rows, texts.tokens, texts.is_drafted, best, *strides, **fields, LONGEST=LONGEST,
+        state.rows, texts.tokens, texts.wants_drafts, best, *strides, **fields, LONGEST=LONGEST,
         SHORTEST=SHORTEST, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
     )  # fmt: skip
     wide, columns = verified.state.rows, verified.columns

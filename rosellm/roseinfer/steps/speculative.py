@@ -96,13 +96,13 @@ class SpeculativeWorker(Worker):
             m tokens to write there.
         """
         sent = self._staging.put(words).send()
-        self.texts.is_drafted[sent[:n].long()] = sent[n : 2 * n]
+        self.texts.wants_drafts[sent[:n].long()] = sent[n : 2 * n]
         places, tokens = sent[2 * n :].view(2, -1)
         self.texts.tokens.view(-1)[places.long()] = tokens
 
     def _move_rows(self, source: Tensor, target: Tensor) -> None:
         super()._move_rows(source, target)
-        for texts in (self.texts.tokens, self.texts.is_drafted):
+        for texts in (self.texts.tokens, self.texts.wants_drafts):
             texts[target] = texts[source]
 
     # Called by this rank only.

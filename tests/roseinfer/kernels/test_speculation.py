@@ -71,14 +71,14 @@ class Rows:
         rows = torch.randint(1, 1000, self.state.rows.shape, dtype=torch.int32)
         tokens = torch.full((n_rows, LENGTH), -7, dtype=torch.int32)
         self.inert = [rng.random() < 0.2 for _ in range(n_rows)]
-        self.is_drafted = torch.tensor([rng.random() < 0.8 for _ in range(n_rows)], dtype=torch.int32)
+        self.wants_drafts = torch.tensor([rng.random() < 0.8 for _ in range(n_rows)], dtype=torch.int32)
         for row, text in enumerate(self.texts_of):
             tokens[row, : len(text) - 1] = torch.tensor(text[:-1])
             rows[row, TOKEN], rows[row, POSITION] = text[-1], INERT if self.inert[row] else len(text) - 1
             rows[row, LIMIT] = len(text) + rng.choice((1, 2, 3, k + 1, 99))
             rows[row, STOP], rows[row, ROUND] = rng.choice((-1, 3)), rng.randrange(64)
         self.state.rows.copy_(rows)
-        self.texts = Texts(tokens.to(device), self.is_drafted.to(device))
+        self.texts = Texts(tokens.to(device), self.wants_drafts.to(device))
         wide = DeviceState(n_rows * (k + 1), WIDTH, torch.device(device), STOPS)
         wide.rows.fill_(-99)
         columns = None
@@ -88,7 +88,7 @@ class Rows:
 
     def drafts(self, row: int) -> list[int]:
         text, limit = self.texts_of[row], int(self.state.limits[row])
-        if self.inert[row] or not self.is_drafted[row]:
+        if self.inert[row] or not self.wants_drafts[row]:
             return []
         return drafted(text, self.k)[: max(limit - 2 - (len(text) - 1), 0)]
 

@@ -48,7 +48,7 @@ class Oracle:
         wide = verified.state.rows.view(len(state.rows), k + 1, -1)
         columns = None if verified.columns is None else verified.columns.view(8, len(state.rows), -1)
         for row, position in enumerate(state.positions.tolist()):
-            if position < 0 or not texts.is_drafted[row]:
+            if position < 0 or not texts.wants_drafts[row]:
                 continue
             text = texts.tokens[row, : position + 1].tolist()
             (own,) = (one for one in self.known if one[: position + 1] == text)
