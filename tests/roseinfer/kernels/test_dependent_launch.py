@@ -33,6 +33,7 @@ ROOT, REPLAYS = Path(__file__).parents[3], 50
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
+KERNELS |= {"_match", "_expand", "_verify_attention", "_choose", "_accept", "_note"}
 
 
 @pytest.fixture
@@ -96,9 +97,10 @@ def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
 
 
 WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x_desc", "x_tiles", "delta_ptr"}
-WRITTEN |= {"new", "hidden_ptr", "hidden_tiles"}  # by the kernel before, or by this one
+WRITTEN |= {"new", "hidden_ptr", "hidden_tiles", "chosen_ptr", "best_ptr"}  # by the kernel before, or by this
 IN_FLIGHT = {"_ring_kernel": "w_desc", "_few_rows_kernel": "weight_ptr"}
 IN_FLIGHT |= {"_ring_attention_kernel": "k_desc", "_decode_attention_kernel": "cache"}
+IN_FLIGHT |= {"_verify_attention_kernel": "cache"}
 
 
 @pytest.mark.timeout(2000)  # all kernels are compiled: minutes on a busy machine
