@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,9 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer import assembly
 from rosellm.roseinfer.kernels import attention, linear, prefill, ring
 from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
+from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
+from rosellm.roseinfer.kernels.verify_attention import verify_attention
 from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM
 from rosellm.roseinfer.steps import captured_prefill
 from tests.helpers import CPU, FAMILIES, small_config, small_engine
@@ -62,6 +65,9 @@ def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows
                 run()
         else:
             worker._num_sms, worker._shared_bytes = 132, linear.shared_memory(CPU)
+            dependent = kernels is TRITON_DEPENDENT  # on a CPU, an engine launches them in the ordinary way
+            worker.drafting = draft_kernels("triton", dependent)
+            worker._attention = partial(verify_attention, dependent=dependent)
         for n in rows if recipe == BEST_RUNG else (8,):
             for run in worker.warm_ups(n):
                 run()
