@@ -14,6 +14,7 @@ import pytest
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find
 from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.verify_attention import fastest_variant
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.reading import ROOT, falsified, number, rows, wrong
 
@@ -317,6 +318,20 @@ def test_a_falsified_figure_is_found_wherever_it_stands(page):
         with suppress(AssertionError, KeyError):  # a claim that cannot be read is found as well
             missed += [] if complaints(page, text) else [PAGES[page][one.start() - 40 : one.end() + 10]]
     assert missed == []
+
+
+def test_the_rule_chooses_tiles_at_most_two_per_cent_slower_than_the_fastest():
+    said = " ".join(PAGES["docs/performance.md"].split())
+    assert "tiles that were the fastest there, or at most 2% slower" in said
+    for model, sizes in H200.load("verify_steps")["variants"]["figures"].items():
+        queries = {"Qwen3-0.6B": 2, "Llama-3.1-8B": 4}[model] * 8
+        for size, run in sizes.items():
+            rows, prompt = map(int, size.split(" × "))
+            chosen = fastest_variant(rows, 8, prompt + 16, 132, queries, 128, 2, 232_448)
+            kind = "cut" if chosen.pieces else "whole"
+            name = f"{kind} {chosen.tile}/{chosen.warps}/{chosen.stages}"
+            us = min(us for one, us in run["variants"].items() if one.split(" x")[0] == name)
+            assert us <= 1.02 * min(run["variants"].values()), (model, size)
 
 
 @pytest.mark.parametrize("page", sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))

@@ -46,7 +46,7 @@ def fastest_variant(
     itemsize: int,
     shared_bytes: int,
 ) -> Variant:
-    """Return the variant that is fastest on an H200 with 8 verify rows per state row.
+    """Return a variant that is fastest on an H200 with 8 verify rows per state row, or nearly so.
 
     rows, kv_heads, longest, num_sms: as in ``attention_plan.variant_for``.
     queries: query heads of a KV head, of all verify rows of a state row.
