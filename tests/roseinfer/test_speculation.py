@@ -35,7 +35,7 @@ def test_a_text_that_repeats_takes_less_than_half_the_steps(both):
     (expected,), (found,) = (llm.generate([EDIT], asked()) for llm in both)
     assert found.token_ids == expected.token_ids and found.text == expected.text
     assert len(found.metrics.token_times) == len(found.token_ids)
-    fast.engine.step.pace.drafts = lambda rows, accepted: True
+    fast.engine.step.pace.drafts = lambda rows, accepted, batch: True
     steps, decode = [], fast.engine.begin_decode
     fast.engine.begin_decode = lambda sequences: steps.append(decode(sequences)) or steps[-1]
     fast.generate([EDIT], asked())

@@ -122,13 +122,17 @@ def _load_rows(
 
 @triton.jit
 def _append_rows(
-    new, norms, cache, table_ptr, verified, rotary, row, kv_head,
+    new, norms, cache, table_ptr, verified, rotary, row, kv_head, tile,
     PLACES: tl.constexpr, NEW: tl.constexpr, shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Append the live verify rows' keys and values; return keys, values ``[NEW, D]``, and which are live."""
+    """Append the live verify rows' keys and values, if ``tile`` is 0.
+
+    Returns keys and values ``[NEW, D]``, and which are live: none in other pieces.
+    """
     i = tl.arange(0, NEW)
     first = row * PLACES
-    places = tl.load(verified.positions + (first + i) * verified.position_stride, mask=i < PLACES, other=-1)
+    placed = verified.positions + (first + i) * verified.position_stride
+    places = tl.load(placed, mask=i < tl.where(tile == 0, PLACES, 0), other=-1)
     live = places >= 0
     offset = (first + i) * new.kv_stride + kv_head * shape.D
     k = _load_rows(new.k, offset, live, places, norms[1], new, cache, rotary, shape, tiling)
@@ -171,6 +175,9 @@ def _verify_part(
     placed = verified.positions + (row * PLACES + place) * verified.position_stride
     places = tl.load(placed, mask=inside, other=-1)
     q = _load_rows(new.q, offset, inside, places, norms[0], new, cache, rotary, shape, tiling).to(DOT)
+    k_new, v_new, live = _append_rows(
+        new, norms, cache, table_ptr, verified, rotary, row, kv_head, tile, PLACES, NEW, shape, tiling
+    )  # fmt: skip
     m_i, l_i, acc = no_keys(shape, tiling)
     begin = tile * tiling.TILE
     end = begin + n_tiles * tiling.TILE
@@ -180,9 +187,6 @@ def _verify_part(
     )  # fmt: skip
     m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
     if tile == 0:
-        k_new, v_new, live = _append_rows(
-            new, norms, cache, table_ptr, verified, rotary, row, kv_head, PLACES, NEW, shape, tiling
-        )  # fmt: skip
         seen = live[None, :] & (tl.arange(0, NEW)[None, :] <= place[:, None])
         scores = tl.dot(q, tl.trans(k_new.to(DOT)), input_precision="ieee") * scale  # [M, NEW]
         scores = tl.where(seen, scores, float("-inf"))

@@ -19,7 +19,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-FIRST_GUESS, SMOOTHING = 1.0, 0.1  # accepted draft tokens per step
+FIRST_GUESS, SMOOTHING = 1.0, 0.2  # accepted draft tokens per step
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +96,7 @@ class Planner:
     ) -> None:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self._most_drafts = n_drafts
+        self._n_drafting = 0  # steps in flight that verify drafts
         self.counts = TokenCounts(n_rows, call)
         self.accepted = np.zeros(n_rows)
         columns = np.zeros((6, n_rows), np.int64)
@@ -199,7 +200,7 @@ class Planner:
         n_drafts: number of draft tokens that the step verifies per row.
         """
         position = self.position[batch.indices]
-        if not self._most_drafts:
+        if not (n_drafts or self._n_drafting):
             return position
         drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
         return np.minimum(position + drafts, self.longest[batch.indices] - 2)
@@ -240,20 +241,25 @@ class Planner:
         """
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         drafts = np.minimum(self.n_drafts[batch.indices], n_drafts) if n_drafts else 0
+        self._n_drafting += n_drafts > 0
         self.position[batch.indices] += 1 + drafts
         self.left[batch.indices] -= 1
         if not self.left[batch.indices].all():
             self._running = None
 
-    def accept(self, index: int, n_tokens: int, n_drafts: int) -> None:
-        """Record that a step that verified ``n_drafts`` drafts per row gave the row ``n_tokens`` tokens."""
-        drafts = min(int(self.n_drafts[index]), n_drafts)
-        self.position[index] -= drafts + 1 - n_tokens
-        if drafts:
-            self.accepted[index] += SMOOTHING * (n_tokens - 1 - self.accepted[index])
-        self.left[index] = max(self.left[index] - (n_tokens - 1), 0)
-        if not self.left[index]:
+    def accept(self, indices: np.ndarray, counts: np.ndarray, n_drafts: int) -> None:
+        """Record that a step that verified ``n_drafts`` drafts per row has ended.
+
+        indices, counts: its rows that are not released, and how many tokens it gave them, ``[n]``.
+        """
+        drafts = np.minimum(self.n_drafts[indices], n_drafts)
+        self.position[indices] -= drafts + 1 - counts
+        errors = np.where(drafts > 0, counts - 1 - self.accepted[indices], 0.0)
+        self.accepted[indices] += SMOOTHING * errors
+        self.left[indices] = np.maximum(self.left[indices] - (counts - 1), 0)
+        if not self.left[indices].all():
             self._running = None
+        self._n_drafting -= 1
 
     def last_tokens(self, batch: Batch) -> list[int]:
         """Return the token that each row received in its latest step, which must have ended."""

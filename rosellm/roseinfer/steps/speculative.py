@@ -33,8 +33,8 @@ from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
-from rosellm.roseinfer.steps.planner import RELEASED, Batch
-from rosellm.roseinfer.steps.resident import Begun, ResidentStep
+from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch
+from rosellm.roseinfer.steps.resident import RUN_AHEAD, Begun, ResidentStep
 from rosellm.roseinfer.steps.worker import Worker
 from rosellm.triton_or_none import next_power_of_2
 
@@ -43,7 +43,9 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-PROBE, MEDIAN_OF = 64, 5  # steps
+PROBE, MEDIAN_OF, MOST_TRIED, LASTING = 64, 5, 32, 4096  # steps
+LEAST, UNKNOWN = 1.05, 1.5  # how much longer a step takes if it drafts
+Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
 
 
 class SpeculativeWorker(Worker):
@@ -254,46 +256,66 @@ class SpeculativeWorker(Worker):
 class Pace:
     """Decides from measurements whether the next step of a batch drafts.
 
-    A step that drafts takes longer, and gives a row one token more for each accepted draft. From time to time
-    the other kind of step is taken, so that both times, and the accepted drafts, stay known.
+    A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
+    not pay, a single step drafts from time to time, to count how many are accepted.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
-        self._n_begun: Counter[tuple[int, bool]] = Counter()
-        self._since = 0  # steps since the other kind of step was last taken
+        self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
+        self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
+        self._latest: tuple[Kind | None, int] = None, 0  # of the steps that ended last, and how many
+        self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
+        self._since, self._until = 0, 0  # how many plain steps since one drafted, and at most
 
-    def drafts(self, rows: int, accepted: float) -> bool:
-        """Return whether the next step drafts.
+    def rests(self, batch: Batch) -> bool:
+        """Return whether an earlier decision makes the next step of a batch plain."""
+        rests = batch is self._resting and self._since < self._until
+        self._since += rests
+        return rests
+
+    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
+        """Return whether the next step of a batch drafts.
 
         rows: the captured batch size.
         accepted: the mean number of accepted drafts per row and drafting step, of late.
         """
-        chosen = self._chosen(rows, accepted)
-        self._n_begun[rows, chosen] += 1
+        chosen = self._chosen(rows, accepted, batch)
+        self._begun[rows, chosen] += 1
         return chosen
 
-    def _chosen(self, rows: int, accepted: float) -> bool:
+    def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
         for kind in (True, False):
-            if self._n_begun[rows, kind] < MEDIAN_OF:
+            is_known = len(self._seconds[rows, kind]) > MEDIAN_OF // 2
+            if not is_known and self._begun[rows, kind] < MOST_TRIED:
                 return kind
-        drafting, plain = self.seconds(rows, True), self.seconds(rows, False)
-        longer = max(drafting / plain, 1.0) if plain else 1.0
+        longer = self.longer(rows)
         pays = 1 + accepted > longer
-        self._since += 1
-        if self._since >= PROBE * longer:
-            self._since = 0
-            return not pays
-        return pays
+        if self._begun[rows, pays] > LASTING * longer:
+            for kind in (True, False):
+                self._seconds.pop((rows, kind), None)
+                self._begun[rows, kind] = 0
+        self._until = int(PROBE * longer)
+        if pays or self._since >= self._until:
+            self._resting, self._since = NO_ROWS, 0
+            return True
+        self._resting = batch
+        self._begun[rows, False] += self._until
+        return False
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note the time of a step."""
-        self._seconds[rows, drafted].append(seconds)
+        """Note the time of a step.
 
-    def seconds(self, rows: int, drafted: bool) -> float:
-        """Return the median time of the latest steps of this kind; 0 if none has ended."""
-        known = self._seconds[rows, drafted]
-        return median(known) if known else 0.0
+        The time counts only after a few steps of the same kind: the host's work for a step delays later ones.
+        """
+        kind, (latest, n) = (rows, drafted), self._latest
+        self._latest = kind, n + 1 if kind == latest else 1
+        if self._latest[1] > RUN_AHEAD:
+            self._seconds[kind].append(seconds)
+
+    def longer(self, rows: int) -> float:
+        """Return the time of a step that drafts as a multiple of that of a plain one, at least ``LEAST``."""
+        drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
+        return max(LEAST, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
 
 
 class SpeculativeStep(ResidentStep):
@@ -314,11 +336,13 @@ class SpeculativeStep(ResidentStep):
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
         """Return how many drafts the next step verifies per row; 0 if none pay."""
+        if self.pace.rests(batch):
+            return 0
         n_drafts = self.worker.drafts_for(rows)
         if not n_drafts or not self.planner.n_drafts[batch.indices].any():
             return 0
         accepted = np.minimum(self.planner.accepted[batch.indices], self.planner.n_drafts[batch.indices])
-        return n_drafts if self.pace.drafts(rows, float(np.minimum(accepted, n_drafts).mean())) else 0
+        return n_drafts if self.pace.drafts(rows, float(np.minimum(accepted, n_drafts).mean()), batch) else 0
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
         if not n_drafts:
@@ -347,12 +371,10 @@ class SpeculativeStep(ResidentStep):
         planes = self._planes[: begun.n_drafts + 1, begun.rounds, indices]  # [k + 1, n]
         counts = 1 + (planes[1:] > INERT).sum(axis=0)
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
-        given: dict[Sequence, int] = {}
-        for i in live:
-            sequence, n = sequences[i], int(counts[i])
-            self._latest_counts[sequence] = n
-            self.planner.accept(rows[i].index, n, begun.n_drafts)
-            given[sequence] = sequence.commit_all(planes[:n, i][::-1].tolist())
+        self.planner.accept(np.array([rows[i].index for i in live], int), counts[live], begun.n_drafts)
+        n_chosen, chosen = counts.tolist(), planes.T.tolist()
+        self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
+        given = {s: s.commit_all(chosen[i][n_chosen[i] - 1 :: -1]) for i in live if (s := sequences[i])}
         failed = [s for s in given if s.finish_reason == "failed"]
         got = [s for s, n in given.items() if n]
         if begun.has_logprobs:
