@@ -353,14 +353,11 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.smoke:
         corpus = corpus.subset(SMOKE_BYTES)
     target = None if arguments.draft_of is None else load_target(arguments.draft_of, device, arguments.arch)
-    if target is None:
-        config, output = ARCHS[arguments.arch or "gpt2"][arguments.smoke], Path("build/rose-tiny")
-    else:
-        config = draft_arch(target.gpt.config, arguments.smoke)
-        output = Path(f"build/{target.name}-draft")
-    output = arguments.output or output
-    if target is not None and output.resolve() == target.folder:
+    output = arguments.output or Path("build", f"{target.name}-draft" if target else "rose-tiny")
+    if target and output.resolve() == target.folder:
         raise RoseError(f"output {str(output)!r} is the checkpoint of --draft-of; use another folder")
+    small = arguments.smoke
+    config = draft_arch(target.gpt.config, small) if target else ARCHS[arguments.arch or "gpt2"][small]
     with replacing_folder(output) as folder:
         made = make_model(config, hyper, corpus, device, folder, target)
     if arguments.json:
