@@ -182,7 +182,7 @@ def refusal(capsys, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SHIPPED_MODELS)
 def test_the_command_makes_a_draft_that_shares_the_tokenizer_and_learns_to_agree(model, tmp_path) -> None:
-    folder, record = run_smoke(tmp_path, "cpu", "--draft-of", model)
+    folder, record = run_smoke(tmp_path, "cpu", "--draft-of", model, "--epochs", "0.6")
     whole = checkpoint_folder(model)
     assert {path.name for path in folder.iterdir()} == command.OUTPUT_FILES
     for name in command.TOKENIZER_FILES:
