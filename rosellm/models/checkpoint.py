@@ -17,6 +17,7 @@ from rosellm.models.families.table import read_arch
 
 SHIPPED = "rose-tiny"
 SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders in ``rosellm/assets``
+SHIPPED_DRAFTS = tuple(f"{model}-draft" for model in SHIPPED_MODELS)  # their draft models, there, too
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"]
 OTHER_COPIES = ["*/*", "consolidated*"]  # copies of the weights in other formats
@@ -37,7 +38,7 @@ def checkpoint_folder(
 
     The files of a hub id are downloaded if needed. Raises ``CheckpointError`` if there is no such model.
     """
-    if model in SHIPPED_MODELS:
+    if model in SHIPPED_MODELS + SHIPPED_DRAFTS:
         return Path(str(files("rosellm") / "assets" / model))
     local = os.path.expanduser(model)
     if os.path.isdir(local):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import DTYPE_NAMES, Arch
-from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
+from rosellm.models.checkpoint import SHIPPED_DRAFTS, SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
@@ -72,7 +72,7 @@ def dummy_shape(model: str) -> Arch:
     """Return the ``Arch`` of ``model``, a known name or a folder; raise ``CheckpointError`` otherwise."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
-    if model in SHIPPED_MODELS or os.path.isdir(model):
+    if model in SHIPPED_MODELS + SHIPPED_DRAFTS or os.path.isdir(model):
         return load_config(checkpoint_folder(model))
     known = ", ".join([*KNOWN_SHAPES, *SHIPPED_MODELS])
     raise CheckpointError(

@@ -8,6 +8,10 @@ and 40 epochs see 120 M. The record holds the exact count and a digest of the co
 random offsets of the token stream, which stays on the device. The weights with the best validation loss are
 kept, stored in 16 bits, loaded back, and scored as stored.
 
+``--draft-of rose-tiny`` makes the draft model for speculative decoding (Leviathan et al. 2023): a model of 2
+layers and width 128 (1 M parameters) of the same family, with the same tokenizer, trained to predict what
+that model predicts.
+
 ``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
 identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.
 """
@@ -36,8 +40,9 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch, Norm
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.families.table import write_arch
-from rosellm.models.loading import DTYPES, resolve_device
+from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Rope
 from rosellm.models.tokenizer import Tokenizer, load_tokenizer
@@ -48,13 +53,14 @@ from rosellm.rosetrainer.training import (
     Hyperparameters,
     Score,
     Training,
+    agreement,
     complete,
     mean_loss,
     token_stream,
     train,
 )
 
-# The full model and the one of --smoke, by --arch; a checkpoint is stored in the model's dtype.
+# The full model, the one of --smoke and the draft model, by --arch; each is stored in its own dtype.
 ROSE_TINY = Arch(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_ids=(0,))
 SMOKE_MODEL = Arch(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_ids=(0,))
 QWEN3: dict[str, Any] = {
@@ -63,7 +69,9 @@ QWEN3: dict[str, Any] = {
 }  # fmt: skip
 ROSE_TINY_QWEN3 = Arch(4096, 1024, 5, 6, 256, n_kv_heads=2, head_dim=64, d_ff=768, **QWEN3)
 SMOKE_QWEN3 = Arch(512, 64, 2, 4, 64, n_kv_heads=2, head_dim=32, d_ff=128, **QWEN3)
-ARCHS = {"gpt2": (ROSE_TINY, SMOKE_MODEL), "qwen3": (ROSE_TINY_QWEN3, SMOKE_QWEN3)}
+DRAFT = Arch(vocab_size=4096, n_positions=512, n_layers=2, n_heads=2, d_model=128)
+DRAFT_QWEN3 = Arch(4096, 1024, 2, 2, 128, n_kv_heads=1, head_dim=64, d_ff=384, **QWEN3)
+ARCHS = {"gpt2": (ROSE_TINY, SMOKE_MODEL, DRAFT), "qwen3": (ROSE_TINY_QWEN3, SMOKE_QWEN3, DRAFT_QWEN3)}
 SMOKE = Hyperparameters(
     epochs=1.2, batch_size=16, learning_rate=5e-3, warmup_steps=10, dropout=0.0, validate_every=20
 )
@@ -75,7 +83,24 @@ PROMPTS = (
     "    for i in range(",
 )
 COMPLETION_TOKENS = 48
-OUTPUT_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
+OUTPUT_FILES = {"config.json", "model.safetensors"} | TOKENIZER_FILES
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint that a draft model is made for.
+
+    name: the checkpoint's name.
+    folder: its folder.
+    gpt: its model, in fp32.
+    tokenizer: its tokenizer.
+    """
+
+    name: str
+    folder: Path
+    gpt: Transformer
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -89,36 +114,107 @@ class Made:
     corpus: dict[str, int | str]
     completions: list[dict[str, str]]
     seconds: dict[str, float]
+    draft: dict[str, str | float]
 
 
 def make_model(
-    config: Arch, hyper: Hyperparameters, corpus: Corpus, device: torch.device, folder: Path
+    config: Arch,
+    hyper: Hyperparameters,
+    corpus: Corpus,
+    device: torch.device,
+    folder: Path,
+    target: Target | None = None,
 ) -> Made:
     """Train a tokenizer and a model on ``corpus``, write both into ``folder``, and score the written model.
+
+    target: if given, the model is a draft model for this checkpoint, with a copy of its tokenizer.
 
     Raises ``RoseError`` if the corpus yields fewer tokens than the model's vocabulary has.
     """
     began = time.perf_counter()
-    tokenizer = train_tokenizer((source.text for source in corpus.train), config.vocab_size)
-    if tokenizer.vocab_size != config.vocab_size:
-        raise RoseError(
-            f"the corpus yields {tokenizer.vocab_size} tokens; the model's vocabulary is {config.vocab_size}"
-        )
+    if target is None:
+        tokenizer = make_tokenizer(corpus, config.vocab_size, folder)
+    else:
+        tokenizer = copy_tokenizer(target, folder)
     stream = token_stream(corpus.train, tokenizer, device)
     validation = token_stream(corpus.validation, tokenizer, device)
     tokenized = time.perf_counter()
     gpt = Transformer(config).initialise(hyper.seed).to(device)
-    training = train(gpt, stream, validation, hyper)
+    training = train(gpt, stream, validation, hyper, None if target is None else target.gpt)
     trained = time.perf_counter()
-    tokenizer.save(folder)
     save_model(gpt, folder, DTYPES[config.dtype or "float16"])
     stored = load_model(str(folder), device, torch.float32)
     n_bytes = sum(source.n_bytes for source in corpus.validation)
     score = Score(mean_loss(stored, validation, hyper.batch_size), len(validation) - 1, n_bytes)
+    draft: dict[str, str | float] = {}
+    if target is not None:
+        equal = agreement(stored, target.gpt, validation, hyper.batch_size)
+        draft = {"draft_of": target.name, "agreement": equal}
     completions = _completions(stored, load_tokenizer(folder, config))
     ended = time.perf_counter()
     seconds = {"tokenizer": tokenized - began, "training": trained - tokenized, "all": ended - began}
-    return Made(config, hyper, training, score, _statistics(corpus, stream, validation), completions, seconds)
+    figures = _statistics(corpus, stream, validation)
+    return Made(config, hyper, training, score, figures, completions, seconds, draft)
+
+
+def make_tokenizer(corpus: Corpus, vocab_size: int, folder: Path) -> Tokenizer:
+    """Train a tokenizer, write it into ``folder``, and return it; raise ``RoseError`` if it is too small."""
+    tokenizer = train_tokenizer((source.text for source in corpus.train), vocab_size)
+    if tokenizer.vocab_size != vocab_size:
+        raise RoseError(
+            f"the corpus yields {tokenizer.vocab_size} tokens; the model's vocabulary is {vocab_size}"
+        )
+    tokenizer.save(folder)
+    return tokenizer
+
+
+def copy_tokenizer(target: Target, folder: Path) -> Tokenizer:
+    """Copy the tokenizer's files of ``target`` into ``folder``, and return the tokenizer."""
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(target.folder / name, folder / name)
+    return target.tokenizer
+
+
+def load_target(model: str, device: torch.device, arch: str | None) -> Target:
+    """Load the checkpoint that a draft model is made for.
+
+    model: a shipped model's name or a folder.
+    arch: the family that it must have; None means any in ``ARCHS``.
+
+    Raises ``RoseError`` if there is no such checkpoint, its family is not the one required, or its tokenizer
+    is missing or does not fit its vocabulary.
+    """
+    if model not in SHIPPED_MODELS and not Path(model).is_dir():
+        raise RoseError(f"draft-of {model!r} is neither a folder nor one of {', '.join(SHIPPED_MODELS)}")
+    folder, family = checkpoint_folder(model).resolve(), arch_of(model).family
+    if family not in ARCHS:
+        raise RoseError(f"draft-of {model!r} is a {family} model; draft models are {' or '.join(ARCHS)}")
+    if arch not in (None, family):
+        raise RoseError(f"draft-of {model!r} is a {family} model, which contradicts --arch {arch}")
+    if lacking := [name for name in sorted(TOKENIZER_FILES) if not (folder / name).is_file()]:
+        raise RoseError(f"draft-of {model!r} has no {lacking[0]}")
+    gpt, tokenizer = load_parts(model, device.type, "float32")
+    if tokenizer.vocab_size != gpt.config.vocab_size:
+        raise RoseError(
+            f"draft-of {model!r} has a tokenizer of {tokenizer.vocab_size} tokens; "
+            f"its model's vocabulary is {gpt.config.vocab_size}"
+        )
+    return Target(folder.name, folder, gpt, tokenizer)
+
+
+def draft_arch(target: Arch, smoke: bool) -> Arch:
+    """Return the architecture of a draft model for ``target``, with its vocabulary and positions.
+
+    smoke: whether to return that of ``--smoke``, which has few positions.
+    """
+    _, tiny, draft = ARCHS[target.family]
+    n_positions = min(tiny.n_positions, target.n_positions) if smoke else target.n_positions
+    return replace(
+        tiny if smoke else draft,
+        vocab_size=target.vocab_size,
+        n_positions=n_positions,
+        eos_token_ids=target.eos_token_ids,
+    )
 
 
 def _completions(gpt: Transformer, tokenizer: Tokenizer) -> list[dict[str, str]]:
@@ -150,6 +246,7 @@ def record(made: Made, device: torch.device) -> dict[str, object]:
         "best_step": made.training.best_step,
         "curve": made.training.curve,
         "validation": made.score.fields(),
+        **made.draft,
         "completions": made.completions,
         "seconds": made.seconds,
         "environment": {"device": where["device_name"], "tokenizers": tokenizers.__version__, **where},
@@ -165,6 +262,7 @@ def summary(made: Made) -> str:
         "Validation loss": f"{made.score.nats_per_token:.4f} nats/token",
         "Perplexity": f"{made.score.perplexity:.3f}",
         "Bits per byte": f"{made.score.bits_per_byte:.4f}",
+        **({"Agreement": f"{made.draft['agreement']:.4f}"} if made.draft else {}),
         "Seconds": f"{made.seconds['all']:.1f} (training {made.seconds['training']:.1f})",
     }
     lines = ["=== training summary ===", *(f"{name}: {value}" for name, value in rows.items())]
@@ -218,14 +316,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Train the model that ships with RoseLLM on the Python standard library's sources.",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("build/rose-tiny"), help="checkpoint folder to write"
+        "--output",
+        type=Path,
+        help="checkpoint folder to write (default: build/rose-tiny, with --draft-of build/MODEL-draft)",
     )
     parser.add_argument("--json", type=Path, help="training record to write")
     parser.add_argument(
         "--corpus", type=Path, help="folder of Python sources (default: the standard library)"
     )
+    parser.add_argument("--arch", choices=ARCHS, help="gpt2 (default): rose-tiny; qwen3: rose-tiny-qwen3")
     parser.add_argument(
-        "--arch", choices=ARCHS, default="gpt2", help="gpt2: rose-tiny; qwen3: rose-tiny-qwen3"
+        "--draft-of", metavar="MODEL", help="train a draft model for this shipped model or folder"
     )
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument(
@@ -251,9 +352,14 @@ def run(arguments: argparse.Namespace) -> str:
     corpus = read_corpus(arguments.corpus)
     if arguments.smoke:
         corpus = corpus.subset(SMOKE_BYTES)
-    with replacing_folder(arguments.output) as folder:
-        config = ARCHS[arguments.arch][arguments.smoke]
-        made = make_model(config, hyper, corpus, device, folder)
+    target = None if arguments.draft_of is None else load_target(arguments.draft_of, device, arguments.arch)
+    output = arguments.output or Path("build", f"{target.name}-draft" if target else "rose-tiny")
+    if target and output.resolve() == target.folder:
+        raise RoseError(f"output {str(output)!r} is the checkpoint of --draft-of; use another folder")
+    small = arguments.smoke
+    config = draft_arch(target.gpt.config, small) if target else ARCHS[arguments.arch or "gpt2"][small]
+    with replacing_folder(output) as folder:
+        made = make_model(config, hyper, corpus, device, folder, target)
     if arguments.json:
         write_json(arguments.json, record(made, device))
     return summary(made)

@@ -98,7 +98,7 @@ class Score:
 class Training:
     """The result of :func:`train`.
 
-    curve: the points of the loss curve.
+    curve: the points of the loss curve; with a teacher, the training loss is the one that it defines.
     best_step: the step with the lowest validation loss, counted from 1.
     steps: number of steps.
     tokens_seen: number of training tokens, counted each time that they are seen.
@@ -119,14 +119,26 @@ def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torc
     return torch.tensor(ids, device=device)
 
 
-def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in nats (fp32), of all but the first token of windows ``[B, T + 1]``."""
+def window_logits(gpt: Transformer, windows: Tensor) -> Tensor:
+    """Return the logits ``[B T, V]``, in fp32, of all but the first token of windows ``[B, T + 1]``."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     ids = windows[:, :-1].reshape(-1)  # [B T]
-    targets = windows[:, 1:].reshape(-1)  # [B T]
     positions = torch.arange(length, device=windows.device).repeat(batch)  # [B T]
     hidden = gpt(ids, positions, CausalAttention([length] * batch, windows.device))  # [B T, C]
-    return F.cross_entropy(gpt.logits(hidden).float(), targets)
+    return gpt.logits(hidden).float()
+
+
+def window_loss(gpt: Transformer, windows: Tensor, teacher: Transformer | None = None) -> Tensor:
+    """Return the mean cross-entropy, in nats (fp32), of all but the first token of windows ``[B, T + 1]``.
+
+    teacher: a model in eval mode whose probabilities are the targets (distillation, Hinton et al. 2015,
+        arXiv:1503.02531); None means that the tokens are.
+    """
+    targets = windows[:, 1:].reshape(-1)  # [B T]
+    if teacher is not None:
+        with torch.no_grad():
+            targets = window_logits(teacher, windows).softmax(dim=-1)  # [B T, V]
+    return F.cross_entropy(window_logits(gpt, windows), targets)
 
 
 @torch.no_grad()
@@ -136,25 +148,51 @@ def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
     batch_size: windows per forward pass. Leaves ``gpt`` in eval mode.
     """
     gpt.eval()
-    length = gpt.config.n_positions
-    n_targets = len(stream) - 1
-    n_full = n_targets // length
+    nats = [
+        window_loss(gpt, windows).double() * windows[:, 1:].numel()
+        for windows in _windows(stream, gpt.config.n_positions, batch_size)
+    ]
+    return torch.stack(nats).sum().item() / (len(stream) - 1)
+
+
+@torch.no_grad()
+def agreement(gpt: Transformer, teacher: Transformer, stream: Tensor, batch_size: int) -> float:
+    """Return the share of all but the first token of ``stream`` for which both models predict the same token.
+
+    The prediction is the most likely token, given the windows of :func:`mean_loss`. Leaves both models in
+    eval mode.
+    """
+    gpt.eval()
+    teacher.eval()
+    equal = [
+        (window_logits(gpt, windows).argmax(-1) == window_logits(teacher, windows).argmax(-1)).sum()
+        for windows in _windows(stream, gpt.config.n_positions, batch_size)
+    ]
+    return torch.stack(equal).sum().item() / (len(stream) - 1)
+
+
+def _windows(stream: Tensor, length: int, batch_size: int) -> list[Tensor]:
+    """Split ``stream`` into windows ``[B, T + 1]`` that overlap by one token; the last may be shorter."""
+    n_full = (len(stream) - 1) // length
     starts = torch.arange(n_full, device=stream.device)[:, None] * length
     full = stream[starts + torch.arange(length + 1, device=stream.device)]  # [n_full, T + 1]
     batches = [*full.split(batch_size), stream[None, n_full * length :]]
-    nats = [
-        window_loss(gpt, windows).double() * windows[:, 1:].numel()
-        for windows in batches
-        if windows[:, 1:].numel()
-    ]
-    return (sum(nats) / n_targets).item()
+    return [windows for windows in batches if windows[:, 1:].numel()]
 
 
-def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
+def train(
+    gpt: Transformer,
+    stream: Tensor,
+    validation: Tensor,
+    hyper: Hyperparameters,
+    teacher: Transformer | None = None,
+) -> Training:
     """Train ``gpt`` in place, and leave it with the weights that had the lowest validation loss.
 
-    stream, validation: tokens ``[n]`` int64, on the model's device. Raises ``RoseError`` if either is too
-    short or the loss is not finite.
+    stream, validation: tokens ``[n]`` int64, on the model's device.
+    teacher: as in :func:`window_loss`, on the same device; validation does not use it.
+
+    Raises ``RoseError`` if either stream is too short or the loss is not finite.
     """
     length = gpt.config.n_positions
     if len(stream) <= length or len(validation) < 2:
@@ -171,7 +209,7 @@ def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperpara
         _batches(stream, length, hyper, steps), total=steps, desc="train", unit="step", file=sys.stderr
     )
     for step, windows in enumerate(bar):
-        loss = _update(gpt, windows, optimizer, hyper, hyper.rate(step, steps))
+        loss = _update(gpt, windows, optimizer, hyper, hyper.rate(step, steps), teacher)
         if step % hyper.validate_every and step + 1 < steps:
             continue
         with _autocast(stream.device):
@@ -227,13 +265,18 @@ def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) ->
 
 
 def _update(
-    gpt: Transformer, windows: Tensor, optimizer: torch.optim.Optimizer, hyper: Hyperparameters, rate: float
+    gpt: Transformer,
+    windows: Tensor,
+    optimizer: torch.optim.Optimizer,
+    hyper: Hyperparameters,
+    rate: float,
+    teacher: Transformer | None,
 ) -> Tensor:
     gpt.train()
     for group in optimizer.param_groups:
         group["lr"] = rate
     with _autocast(windows.device):
-        loss = window_loss(gpt, windows)
+        loss = window_loss(gpt, windows, teacher)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(gpt.parameters(), hyper.clip_norm)
     optimizer.step()

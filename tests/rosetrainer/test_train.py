@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.models.checkpoint import SHIPPED, SHIPPED_DRAFTS, SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import load_tokenizer
 from rosellm.models.weights import load_model
@@ -23,8 +23,15 @@ from rosellm.rosetrainer import train as command, training
 from rosellm.rosetrainer.bpe import train_tokenizer
 from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
 from rosellm.rosetrainer.train import replacing_folder
-from rosellm.rosetrainer.training import Hyperparameters, mean_loss, token_stream, train
-from tests.helpers import CPU, random_model, small_config, uncached_logits
+from rosellm.rosetrainer.training import (
+    Hyperparameters,
+    agreement,
+    mean_loss,
+    token_stream,
+    train,
+    window_loss,
+)
+from tests.helpers import CPU, FAMILIES, random_model, small_config, uncached_logits
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(80))
 SOURCES = Corpus(
@@ -36,12 +43,12 @@ QUICK = Hyperparameters(
 TINY = Arch(vocab_size=300, n_positions=16, n_layers=1, n_heads=2, d_model=16, eos_token_ids=(0,))
 
 
-def run_smoke(folder: Path, device: str) -> tuple[Path, dict]:
+def run_smoke(folder: Path, device: str, *others: str) -> tuple[Path, dict]:
     """The checkpoint and the record that the command makes in a process of its own."""
     output, record = folder / "new" / "rose", folder / "record.json"
     command = [sys.executable, "-m", "rosellm.rosetrainer.train", "--smoke", "--device", device]
     options = ["--output", str(output), "--json", str(record)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *options, *others], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return output, json.loads(record.read_text())
 
@@ -125,6 +132,11 @@ def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
         ("--epochs 1e308", "epochs is 1e+308; it must be at most 1000000"),
         ("--warmup-steps -1", "warmup_steps is -1; it must be zero or positive"),
         ("--dropout 1", "dropout is 1.0; it must be at least 0 and below 1"),
+        ("--draft-of absent", "draft-of 'absent' is neither a folder nor one of rose-tiny, rose-tiny-qwen3"),
+        ("--draft-of full/thesis.txt", "draft-of 'full/thesis.txt' is neither a folder nor"),
+        ("--draft-of full", "full has no config.json"),
+        ("--draft-of rose-tiny --arch qwen3", "draft-of 'rose-tiny' is a gpt2 model, which contradicts"),
+        ("--draft-of rose-tiny --output full", "output 'full' holds 'thesis.txt'"),
     ],
 )
 def test_bad_input_is_one_line_status_2_and_changes_nothing(
@@ -146,6 +158,148 @@ def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> Non
     config = replace(TINY, vocab_size=4096)
     with pytest.raises(RoseError, match=r"the corpus yields \d+ tokens; the model's vocabulary is 4096"):
         command.make_model(config, QUICK, SOURCES, CPU, tmp_path)
+
+
+# Draft models
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A checkpoint of a model of 16 positions, which has seen few tokens."""
+    folder = tmp_path / "rose"
+    folder.mkdir()
+    command.make_model(TINY, QUICK, SOURCES, CPU, folder)
+    return folder
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert command.main(["--smoke", "--device", "cpu", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_the_command_makes_a_draft_that_shares_the_tokenizer_and_learns_to_agree(model, tmp_path) -> None:
+    folder, record = run_smoke(tmp_path, "cpu", "--draft-of", model, "--epochs", "0.6")
+    whole = checkpoint_folder(model)
+    assert {path.name for path in folder.iterdir()} == command.OUTPUT_FILES
+    for name in command.TOKENIZER_FILES:
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    assert_learned(record)
+    draft, theirs = load_config(folder), load_config(whole)
+    assert (draft.family, draft.vocab_size) == (theirs.family, theirs.vocab_size)
+    assert record["draft_of"] == model and record["agreement"] > 0.03
+    assert "agreement" not in record["validation"]
+
+
+def test_a_draft_of_a_folder_is_written_beside_it_and_its_agreement_is_that_of_the_stored_weights(
+    target: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(target.parent)
+    Path("build").mkdir()
+    monkeypatch.setattr(command, "read_corpus", lambda _: SOURCES)
+    arguments = "--smoke --device cpu --draft-of rose --batch-size 4 --json build/record.json"
+    assert command.main(arguments.split()) == 0
+    record = json.loads(Path("build/record.json").read_text())
+    draft, gpt = (load_model(folder, CPU, torch.float32) for folder in ("build/rose-draft", "rose"))
+    assert (draft.config.n_positions, draft.config.vocab_size) == (16, 300)
+    stream = token_stream(SOURCES.validation, load_tokenizer(target, gpt.config), CPU)
+    assert record["draft_of"] == "rose"
+    assert record["agreement"] == pytest.approx(agreement(draft, gpt, stream, 4))
+
+
+def test_a_target_is_never_overwritten_by_its_draft(target: Path, capsys) -> None:
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    told = refusal(capsys, "--draft-of", str(target), "--output", str(target))
+    assert "is the checkpoint of --draft-of; use another folder" in told
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.json", "rose has no config.json"),
+        ("model.safetensors", "safetensors"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("tokenizer_config.json", "has no tokenizer_config.json"),
+    ],
+)
+def test_a_target_that_lacks_a_file_is_refused(file: str, message: str, target: Path, capsys) -> None:
+    (target / file).unlink()
+    output = target.parent / "draft"
+    assert message in refusal(capsys, "--draft-of", str(target), "--output", str(output))
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(TINY, vocab_size=256), "has a tokenizer of 300 tokens; its model's vocabulary is 256"),
+        (
+            small_config(**FAMILIES["llama"], family="llama"),
+            "is a llama model; draft models are gpt2 or qwen3",
+        ),
+    ],
+    ids=["vocabulary", "family"],
+)
+def test_a_target_that_no_draft_fits_is_refused(config: Arch, message: str, target: Path, capsys) -> None:
+    command.save_model(Transformer(config).initialise(0), target)
+    assert message in refusal(capsys, "--draft-of", str(target), "--output", str(target.parent / "draft"))
+
+
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_a_draft_fits_its_target_and_takes_at_most_3_mb(model: str) -> None:
+    theirs = load_config(checkpoint_folder(model))
+    draft = command.draft_arch(theirs, smoke=False)
+    for field in ("family", "vocab_size", "n_positions", "eos_token_ids", "norm", "rope", "mlp", "biases"):
+        assert getattr(draft, field) == getattr(theirs, field)
+    assert draft.head_dim in (32, 64) and draft.n_layers == 2
+    assert draft.n_kv_heads < draft.n_heads or theirs.n_kv_heads == theirs.n_heads
+    assert 2 * draft.n_parameters < 2_900_000
+
+
+@pytest.mark.parametrize("model", SHIPPED_DRAFTS)
+def test_a_shipped_draft_is_found_by_name_beside_its_target(model: str) -> None:
+    whole = checkpoint_folder(model.removesuffix("-draft"))
+    assert checkpoint_folder(model) == whole.with_name(model)
+
+
+def test_a_draft_is_trained_on_its_teachers_probabilities() -> None:
+    gpt, teacher = random_model(0), random_model(1)
+    gpt.requires_grad_(True)
+    windows = tiny_stream(3 * 17).view(3, 17)
+    loss = window_loss(gpt, windows, teacher)
+    loss.backward()
+    rows = [(uncached_logits(gpt, row[:-1]), uncached_logits(teacher, row[:-1])) for row in windows.tolist()]
+    nats = [-(theirs.softmax(-1) * ours.log_softmax(-1)).sum(-1).mean() for ours, theirs in rows]
+    assert loss.item() == pytest.approx(torch.stack(nats).mean().item(), rel=1e-5)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_distillation_brings_a_draft_nearer_to_its_teacher_than_the_text_does() -> None:
+    teacher, stream = random_model(1, small_config(n_positions=16)), tiny_stream(2000)
+    shares = []
+    for used in (None, teacher):
+        gpt = tiny_model()
+        train(gpt, stream, tiny_stream(40, 1), replace(QUICK, dropout=0.0, validate_every=1000), used)
+        shares.append(agreement(gpt, teacher, stream, 4))
+    assert shares[1] > 2 * shares[0]
+
+
+@pytest.mark.parametrize("n", [2, 17, 33, 70])
+def test_agreement_counts_every_token_but_the_first_once(n: int) -> None:
+    gpt, teacher = (random_model(seed, small_config(n_positions=16), std=0.02) for seed in (0, 1))
+    ids = tiny_stream(n).tolist()
+    pieces = [ids[start : start + 16] for start in range(0, n - 1, 16)]
+    pieces[-1] = pieces[-1][: n - 1 - 16 * (len(pieces) - 1)]
+    equal = sum(
+        int((uncached_logits(gpt, piece).argmax(-1) == uncached_logits(teacher, piece).argmax(-1)).sum())
+        for piece in pieces
+    )
+    assert agreement(gpt, teacher, tiny_stream(n), 2) == pytest.approx(equal / (n - 1))
+    assert agreement(gpt, gpt, tiny_stream(n), 2) == 1
 
 
 # Replacing a folder
