@@ -29,7 +29,7 @@ from rosellm.errors import CheckpointError, OptionError, PromptError, RoseError,
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
-from rosellm.roseinfer.recipe import PROPOSERS
+from rosellm.roseinfer.recipe import PROPOSERS, SPECULATION
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.prompts import each_encoded
@@ -257,7 +257,8 @@ def run(argv: list[str] | None) -> None:
     add("--max-in-flight", type=whole_number(1), default=1024, help="requests beyond are answered with 429")
     for name in ("--dtype", "--device", "--load-format"):
         add(name, default="auto")
-    add("--speculation", choices=PROPOSERS, help="ngram: draft tokens from the text so far, and verify them")
+    add("--speculation", choices=PROPOSERS, help=SPECULATION)
+    add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")
     sizes = {"max-model-len": None, "max-num-seqs": 256, "tensor-parallel-size": 1, "speculative-tokens": 7}
     for name, size in sizes.items():
         add(f"--{name}", type=whole_number(1), default=size)

@@ -14,7 +14,8 @@ from rosellm.bench import options as shared
 from rosellm.bench.prompts import Prompts, encode_prompts, make_prompts, most_tokens, request_params
 from rosellm.bench.record import dtype_name, engine_facts, mode_result, new_record, write_record
 from rosellm.errors import RecipeError, RoseError
-from rosellm.models.loading import AnyTokenizer, resolve_device
+from rosellm.models.checkpoint import draft_for
+from rosellm.models.loading import AnyTokenizer, load_draft, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -112,6 +113,7 @@ def make_engine(
     """
     longest = min(longest, gpt.config.n_positions)
     rung = LADDER[recipe] if isinstance(recipe, str) else recipe
+    drafts = draft_for(options.hf_model_id, options.speculation, options.draft_model)
     shares = rung.has_prefix_cache if options.prefix_cache is None else options.prefix_cache
     return build(
         gpt,
@@ -124,6 +126,7 @@ def make_engine(
         prefix_cache=shares,
         deterministic=options.deterministic,
         speculative_tokens=options.speculative_tokens,
+        draft=None if drafts is None else load_draft(drafts, gpt, tokenizer, options.load_format),
     )
 
 

@@ -14,7 +14,7 @@ from rosellm.command_line import INT32_MAX, ScreenParser, whole_number, whole_nu
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
-from rosellm.roseinfer.recipe import LADDER, PROPOSERS, recipe_choices
+from rosellm.roseinfer.recipe import LADDER, PROPOSERS, SPECULATION, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
@@ -110,7 +110,8 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--num-kv-blocks", **count(None), help="per layer; default: as the requests need, capped by memory")
     add("--prefix-cache", **switch(None), help="reuse the KV of shared prefixes; default: if the rung can")
     add = parser.add_argument_group("drafts").add_argument
-    add("--speculation", choices=PROPOSERS, help="ngram: draft tokens from the text so far, and verify them")
+    add("--speculation", choices=PROPOSERS, help=SPECULATION)
+    add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")
     add("--speculative-tokens", **count(7, high=MOST_DRAFTS), help="drafted per step and request, at most")
     add = parser.add_argument_group("several GPUs").add_argument
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help="GPUs that share the model")

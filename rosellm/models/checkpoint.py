@@ -10,14 +10,15 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from rosellm.errors import CheckpointError, describe
+from rosellm.errors import CheckpointError, OptionError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.families.family import eos_ids
 from rosellm.models.families.table import read_arch
 
 SHIPPED = "rose-tiny"
 SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders in ``rosellm/assets``
-SHIPPED_DRAFTS = tuple(f"{model}-draft" for model in SHIPPED_MODELS)  # their draft models, there, too
+DRAFT_OF = {model: f"{model}-draft" for model in SHIPPED_MODELS}  # their draft models, in the same place
+SHIPPED_DRAFTS = tuple(DRAFT_OF.values())
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"]
 OTHER_COPIES = ["*/*", "consolidated*"]  # copies of the weights in other formats
@@ -57,6 +58,17 @@ def checkpoint_folder(
         raise CheckpointError(
             f"model {describe(model)} {_reason(error)} ({shorten(describe(error), MOST_CHARACTERS)})"
         ) from None  # the client's traceback of a hundred lines says no more
+
+
+def draft_for(model: str, speculation: str | None, draft_model: str | None) -> str | None:
+    """Return the name of the model that drafts; raise ``OptionError`` if it is missing, or has no use."""
+    if speculation != "draft":
+        if draft_model is not None:
+            raise OptionError(f"draft_model is {describe(draft_model)}; it needs speculation='draft'")
+        return None
+    if draft_model is None and model not in DRAFT_OF:
+        raise OptionError("speculation='draft' needs a draft_model, a smaller model with the same tokens")
+    return DRAFT_OF[model] if draft_model is None else draft_model
 
 
 def _may_be_hub_id(model: str) -> bool:

@@ -117,6 +117,21 @@ def load_parts(
     return gpt, reader
 
 
+def load_draft(
+    model: str, target: Transformer, tokenizer: AnyTokenizer | None, load_format: str
+) -> Transformer:
+    """Load the model that drafts for ``target``, on its device and in its dtype.
+
+    tokenizer: that of ``target``; None if no text is encoded.
+
+    Raises ``CheckpointError``, also if the two models have different tokens.
+    """
+    draft, own = load_parts(model, target.device.type, target.dtype, load_format)
+    if tokenizer is not None and not own.has_tokens_of(tokenizer):
+        raise CheckpointError(f"draft model {describe(model)} has other tokens than the model it drafts for")
+    return draft
+
+
 def _ended_by(tokenizer: AnyTokenizer, arch: Arch) -> Arch:
     """Add the tokenizer's end-of-sequence token, which fine-tunes may forget to add to the configs."""
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

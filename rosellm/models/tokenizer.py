@@ -140,6 +140,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Return whether all token ids stand for the same tokens as with ``other``."""
+        return self._raw.get_vocab() == other._raw.get_vocab()
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text; raise ``PromptError`` if it cannot be encoded.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from rosellm.ladder.museum import MuseumRung
 from rosellm.models.model import Transformer
@@ -13,19 +15,20 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.kernels.speculation import draft_kernels
+from rosellm.roseinfer.kernels.speculation import DraftKernels, draft_kernels
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
-from rosellm.roseinfer.layers.choosers import NextTokens, build_chooser
+from rosellm.roseinfer.layers.choosers import Chooser, NextTokens, build_chooser
 from rosellm.roseinfer.layers.cut import cut_layers
 from rosellm.roseinfer.layers.cut_head import cut_chooser
-from rosellm.roseinfer.layers.fused import build_layers
+from rosellm.roseinfer.layers.fused import Layers, build_layers
 from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
+from rosellm.roseinfer.steps.draft_model import DraftModel
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.resident import ResidentStep
@@ -54,6 +57,7 @@ def build_step(
     max_model_len: int,
     group: Group = ALONE,
     n_drafts: int = 0,
+    draft: Transformer | None = None,
 ) -> Step:
     """Build the step of ``rung``.
 
@@ -62,6 +66,7 @@ def build_step(
     max_model_len: maximum number of tokens of a sequence.
     group: the ranks that run the step.
     n_drafts: number of draft tokens per row, if the rung speculates.
+    draft: the model that drafts, if the rung has one.
     """
     width = blocks_for(max_model_len, blocks.block_size)
     if isinstance(rung, MuseumRung):
@@ -73,8 +78,9 @@ def build_step(
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
     step_parts = _parts(recipe, model, blocks, kernels, width, n_rows, group, n_drafts)
     if recipe.speculation != "none":
-        drafting = draft_kernels(kernels.name, dependent)
-        given = model, kernels, drafting, n_drafts, recipe.numerics == "invariant"
+        drafting = draft_kernels(kernels.name, dependent, draft is not None)
+        drafter = None if draft is None else _add_draft(recipe, draft, kernels, drafting, step_parts)
+        given = model, kernels, drafting, n_drafts, recipe.numerics == "invariant", drafter
         return SpeculativeStep.on(SpeculativeWorker(*given, **step_parts), model, group)
     if recipe.exhibit != "none":
         return load_exhibit(recipe.exhibit).build_step(model, kernels, **step_parts)
@@ -97,23 +103,10 @@ def _parts(
     n_rows: maximum number of sequences that decode together.
     n_drafts: number of draft tokens per row and step.
     """
-    bind: Binder
-    fields = recipe.norm, recipe.activation, recipe.gemm
     n_columns = model.config.vocab_size + WORD_COLUMNS
     counts = torch.zeros(n_rows, n_columns, dtype=torch.int32, device=model.device)
-    if recipe.numerics == "invariant":
-        layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
-        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
-        chooser = batch_invariant.invariant_chooser(model, kernels, counts)
-    elif group is not ALONE:
-        ranks = cast(Ranks, group)
-        layers_for = prefill_layers_for = cut_layers(*fields, recipe.all_reduce, model, kernels, ranks)
-        bind = build_binder(recipe.attention, kernels, blocks, model)
-        chooser = cut_chooser(recipe.head, model, kernels, counts, ranks)
-    else:
-        layers_for, prefill_layers_for = build_layers(*fields, model, kernels)
-        bind = build_binder(recipe.attention, kernels, blocks, model)
-        chooser = build_chooser(recipe.head, model, kernels, counts)
+    parts = _model_parts(recipe, model, blocks, kernels, counts, group)
+    layers_for, prefill_layers_for, bind, chooser = parts
     sizes = n_rows + 1, width  # the last row is spare
     state = DeviceState(*sizes, model.device, model.config.eos_token_ids, 1 + n_drafts)
     next_tokens = NextTokens(chooser, kernels.advance)
@@ -137,3 +130,43 @@ def _parts(
         graphs=graphs,
         prompts=prompts,
     )
+
+
+def _model_parts(
+    recipe: Recipe, model: Transformer, blocks: KVBlocks, kernels: Kernels, counts: Tensor, group: Group
+) -> tuple[Callable[[int], Layers], Callable[[int], Layers], Binder, Chooser]:
+    """Return the layers of decode steps and of prefills, the attention, and the choice of tokens."""
+    fields = recipe.norm, recipe.activation, recipe.gemm
+    if recipe.numerics == "invariant":
+        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
+        chooser = batch_invariant.invariant_chooser(model, kernels, counts)
+        return *batch_invariant.invariant_layers(model, kernels), bind, chooser
+    binder = build_binder(recipe.attention, kernels, blocks, model)
+    if group is ALONE:
+        return (
+            *build_layers(*fields, model, kernels),
+            binder,
+            build_chooser(recipe.head, model, kernels, counts),
+        )
+    ranks = cast(Ranks, group)
+    layers_for = cut_layers(*fields, recipe.all_reduce, model, kernels, ranks)
+    return layers_for, layers_for, binder, cut_chooser(recipe.head, model, kernels, counts, ranks)
+
+
+def _add_draft(
+    recipe: Recipe, draft: Transformer, kernels: Kernels, drafting: DraftKernels, parts: dict[str, Any]
+) -> DraftModel:
+    """Build a draft model on the rows and block ids of a step, and let prefills cache their prompts for it.
+
+    parts: the arguments of ``Worker`` for the step.
+    """
+    shared, prompts = parts["blocks"], parts["prompts"]
+    blocks = build_cache(recipe, draft, shared.block_size, shared.max_blocks_per_layer)
+    counts = parts["counts"][:0]  # of penalised requests; none is drafted for in that mode
+    layers_for, prefill_layers_for, bind, chooser = _model_parts(
+        recipe, draft, blocks, kernels, counts, ALONE
+    )
+    packed = prompts.packed if isinstance(prompts, CapturedPrefill) else prompts
+    next_tokens = NextTokens(chooser, kernels.advance)
+    packed.draft = PackedPrefill(draft, kernels, prefill_layers_for, packed.state, blocks, next_tokens)
+    return DraftModel(packed.draft, layers_for, bind, drafting)

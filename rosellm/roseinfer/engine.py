@@ -13,7 +13,7 @@ import torch
 from rosellm.errors import OptionError, PromptError, RoseError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.loading import AnyTokenizer, load_draft, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.assembly import build_cache, build_step
 from rosellm.roseinfer.cache.budget import BlockBudget
@@ -65,6 +65,7 @@ class Engine(Owned):
     warm_up: whether to capture, at construction, every CUDA graph that these options allow, so that no
         request waits for a capture. False captures each graph at its first use. No effect on a CPU.
     speculative_tokens: number of tokens that a step drafts per sequence, if the recipe speculates.
+    draft: the model that drafts, if the recipe's ``speculation`` is "draft": it has the same vocabulary.
     tune: whether to tune the GEMMs of decode steps for this model and GPU before the graphs are captured, in
         less than two minutes, unless an earlier process has done it (:mod:`tuning`).
     group: the ranks that run the engine together, each with its part of the model (:mod:`tensor_parallel`).
@@ -93,6 +94,7 @@ class Engine(Owned):
         warm_up: bool = True,
         tune: bool = False,
         speculative_tokens: int = 7,
+        draft: Transformer | None = None,
         group: Group = ALONE,
     ) -> None:
         super().__init__()
@@ -114,6 +116,7 @@ class Engine(Owned):
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
         self._may_shorten = max_model_len is None
+        self.draft = _check_draft(draft, self.recipe.speculation, self.config, self.max_model_len)
         self._warms, self._is_compiled = warm_up, False
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         if self.rung is not None and isinstance(self.recipe, Recipe):
@@ -146,14 +149,19 @@ class Engine(Owned):
         dtype: str = "auto",
         load_format: str = "auto",
         tokenizer: str | None = None,
+        draft_model: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model with :func:`loading.load_parts`, and build an engine on it.
 
+        draft_model: the model that drafts, a shipped model's name, a folder or a hub id; None for none.
         options: options of the constructor.
         """
         begin_hashing()
-        return cls(*load_parts(model, device, dtype, load_format, tokenizer=tokenizer), **options)
+        gpt, tokens = load_parts(model, device, dtype, load_format, tokenizer=tokenizer)
+        if draft_model is not None:
+            options |= {"draft": load_draft(draft_model, gpt, tokens, load_format)}
+        return cls(gpt, tokens, **options)
 
     @property
     def device(self) -> torch.device:
@@ -317,7 +325,7 @@ class Engine(Owned):
     def _step_on(self, blocks: KVBlocks) -> Step:
         sizes = self.max_batch_size, self.max_model_len
         given = self.recipe, self.model, blocks, self.kernels, *sizes, self.group
-        return build_step(*given, self.speculative_tokens)
+        return build_step(*given, self.speculative_tokens, self.draft)
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:
@@ -353,7 +361,8 @@ class Engine(Owned):
         wanted, size = self.max_batch_size * one, self.block_size
         measure = self._working_bytes if isinstance(self.recipe, Recipe) else None  # trials use inert inputs
         sizes = wanted, size, self.max_batch_size
-        there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
+        given = *sizes, utilization, measure, self.group.least, self.draft
+        there = kv_blocks_within_memory(self.model, *given)
         if there >= one:
             return there
         limit = f"{CPU_KV_BYTES >> 30} GiB" if self.device.type == "cpu" else f"{utilization:.0%} of the GPU"
@@ -396,6 +405,26 @@ def _check_drafts(value: int) -> None:
         raise OptionError(
             f"speculative_tokens is {describe(value)}; it must be a whole number from 1 to {MOST_DRAFTS}"
         )
+
+
+def _check_draft(
+    draft: Transformer | None, speculation: str, config: Arch, max_model_len: int
+) -> Transformer | None:
+    """Return the model that drafts; raise ``OptionError`` if it cannot, or if one is missing or not used."""
+    if (draft is not None) != (speculation == "draft"):
+        raise OptionError("speculation='draft' and a draft model go together; give both or neither")
+    if draft is None:
+        return None
+    if draft.config.vocab_size != config.vocab_size:
+        raise OptionError(
+            f"the draft model has a vocabulary of {draft.config.vocab_size} tokens, the model one of "
+            f"{config.vocab_size}; they must be the same"
+        )
+    if draft.config.n_positions < max_model_len:
+        raise OptionError(
+            f"the draft model has {draft.config.n_positions} positions; max_model_len is {max_model_len}"
+        )
+    return draft
 
 
 def _check_share(value: float) -> None:

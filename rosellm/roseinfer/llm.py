@@ -82,7 +82,10 @@ class LLM:
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
-        same step; in float32 the tokens are those of single steps. None decodes one token per step.
+        same step; in float32 the tokens are those of single steps. "draft" lets a smaller model draft them.
+        None decodes one token per step.
+    draft_model: the smaller model, for "draft": a folder or hub id of a model with the same tokens. Shipped
+        models have one of their own.
     speculative_tokens: maximum number of tokens drafted per step and sequence, 1 to 16.
     seed: seeds the requests that have no seed, so that the same calls give the same tokens; None gives each
         a fresh seed.
@@ -121,6 +124,7 @@ class LLM:
         warm_up: bool = True,
         tune: bool = False,
         speculation: str | None = None,
+        draft_model: str | None = None,
         speculative_tokens: int = 7,
         enforce_eager: bool = False,
         seed: int | None = None,
@@ -158,6 +162,7 @@ class LLM:
             "warm_up": warm_up and not enforce_eager,
             "tune": tune,
             "speculation": speculation,
+            "draft_model": draft_model,
             "speculative_tokens": speculative_tokens,
         }
         own |= translated(options, set(signature(LLM).parameters))

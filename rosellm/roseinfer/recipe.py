@@ -37,7 +37,8 @@ _CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 class Recipe(Rung):
     """A choice of one variant per field, for a resident step with packed prefill.
 
-    speculation: how a step drafts further tokens, which it verifies: "ngram", from the row's own text.
+    speculation: how a step drafts further tokens, which it verifies: "ngram", from the row's own text, or
+        "draft", with a smaller model.
     exhibit: the name of a file in ``notebooks/exhibits`` that implements the step, or "none".
     all_reduce: the implementation of all-reduce; has an effect only with several ranks. A rung chosen by its
         name takes the fastest one (:meth:`on_ranks`).
@@ -54,7 +55,7 @@ class Recipe(Rung):
     gemm: Literal["library", "small_m"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
     all_reduce: Literal["library", "one_shot"] = "library"
-    speculation: Literal["none", "ngram"] = "none"
+    speculation: Literal["none", "ngram", "draft"] = "none"
     exhibit: Literal["none", "persistent_layers", "one_pass"] = "none"
 
     def __post_init__(self) -> None:
@@ -135,6 +136,7 @@ _RULES = (
     _Rule("gemm", "small_m", {"norm": "fused", "activation": "epilogue"}, "its kernels fuse both"),
     _Rule("exhibit", "persistent_layers", {"activation": "epilogue"}, "its one kernel holds whole layers"),
     _Rule("speculation", "ngram", {"exhibit": "none"}, "an exhibit has a step of its own"),
+    _Rule("speculation", "draft", {"exhibit": "none"}, "an exhibit has a step of its own"),
     _Rule("all_reduce", "one_shot", {"norm": "fused"}, "its kernel includes the norm"),
     _Rule(
         "numerics",
@@ -178,6 +180,7 @@ def _side_branches() -> frozenset[str]:
 SIDE_BRANCHES = _side_branches()  # rungs not on the path to the best one
 
 
+SPECULATION = "draft tokens from the text so far (ngram) or by a smaller model (draft), and verify them"
 PROPOSERS = tuple(name for name in recipe_choices()["speculation"] if name != "none")
 
 DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper

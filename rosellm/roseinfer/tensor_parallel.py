@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from rosellm.errors import DeviceError, OptionError, describe
 from rosellm.frozen_heap import frozen_heap
-from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.checkpoint import SHIPPED, draft_for
 from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
@@ -70,11 +70,13 @@ def load_engine(
     load_format: str = "auto",
     tokenizer: str | None = None,
     speculation: str | None = None,
+    draft_model: str | None = None,
     **options: Any,
 ) -> Engine:
     """Load a model on ``tensor_parallel_size`` ranks, and build one engine on them, as ``Engine.load`` does.
 
     speculation: changes the recipe as ``recipe.speculating`` does, unless it is None.
+    draft_model: the model that drafts, for "draft"; None means the one that ships with a shipped model.
     options: options of ``Engine``.
 
     On GPUs, rank r uses GPU r; on a CPU, the ranks share its cores. The other ranks end with the engine. If
@@ -83,13 +85,14 @@ def load_engine(
     ``RankError``.
     """
     load = Load(model, device, dtype, load_format, tokenizer)
+    draft = draft_for(model, speculation, draft_model)
     if speculation is not None:
         recipe = speculating(options.get("recipe"), speculation, resolve_device(device))
         options |= {"recipe": recipe}
     kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
     check_ranks(tensor_parallel_size, load, *kinds)
     if tensor_parallel_size == 1:
-        return Engine.load(**asdict(load), **options)
+        return Engine.load(**asdict(load), draft_model=draft, **options)
     loaded = load_ranks(tensor_parallel_size, load, *kinds)
     return loaded.build(loaded.model, loaded.tokenizer, **options)
 

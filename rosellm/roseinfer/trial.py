@@ -24,6 +24,7 @@ def kv_blocks_within_memory(
     utilization: float = 0.9,
     measure: Callable[[], int] | None = None,
     least: Callable[[int], int] = int,
+    draft: Transformer | None = None,
 ) -> int:
     """Return how many KV blocks per layer fit in memory, at most ``wanted``; may be 0.
 
@@ -34,11 +35,13 @@ def kv_blocks_within_memory(
     measure: returns the working memory of steps in bytes, and is called only if ``wanted`` blocks take more
         than half of the free memory; None estimates it instead.
     least: maps this rank's number to the minimum over all ranks.
+    draft: a model that has a KV cache with as many blocks.
 
     On a GPU, the blocks may take ``utilization`` of its memory, less what is in use (the weights) and the
     working memory of prefills and decode steps. On a CPU, they may take ``CPU_KV_BYTES``.
     """
-    block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
+    models = [gpt] if draft is None else [gpt, draft]
+    block_bytes = block_size * sum(one.config.kv_bytes_per_token(one.dtype.itemsize) for one in models)
     if gpt.device.type != "cuda":
         return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
     memory = GPUMemory(gpt.device, least)

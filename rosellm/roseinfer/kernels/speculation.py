@@ -1,12 +1,13 @@
 """Speculation: draft a row's next tokens from its own text, and accept those that the model chooses, too.
 
 A step of k draft tokens runs each state row as k + 1 verify rows: the row's last token, then its drafts, at
-consecutive positions. Drafts are the tokens that followed the latest occurrence of the longest suffix of the
-row's text (prompt lookup, Saxena 2023; Yang et al. 2023, "Inference with reference"). The model chooses a
-token after each of them; a choice counts if all drafts before it were the model's choices. Since the choice
-at a position depends on nothing but the tokens before it, the request's seed and that position, a row gets
-the tokens that it would get without drafts, sampled ones included (Leviathan et al. 2023, arXiv:2211.17192,
-accept more often, but keep only the distribution).
+consecutive positions. Drafts are the tokens that followed the latest occurrence of the longest suffix of
+the row's text (prompt lookup, Saxena 2023; Yang et al. 2023, "Inference with reference"), or what a smaller
+model wrote behind the text (:mod:`draft_model`). The model chooses a token after each of them; a choice
+counts if all drafts before it were the model's choices. Since the choice at a position depends on nothing
+but the tokens before it, the request's seed and that position, a row gets the tokens that it would get
+without drafts, sampled ones included (Leviathan et al. 2023, arXiv:2211.17192, accept more often, but keep
+only the distribution).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.sampling import NOT_FINITE
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-STEPS = "match", "expand", "choose", "accept", "note"
+STEPS = "match", "expand", "choose", "accept", "note", "uncached"
 ROLES = dict.fromkeys((f"_{step}_kernel" for step in STEPS), "sampling")
 LONGEST, SHORTEST = 8, 2  # tokens of a suffix that are compared, and that must occur again
 CHUNK = 1024  # tokens of a text per program
@@ -50,10 +51,12 @@ class Texts:
 
     tokens: int32 ``[S, L]``, the token at each position. The last token of a row need not be there yet.
     wants_drafts: int32 ``[S]``, 0 for a row that must get no drafts.
+    n_cached: int32 ``[S]``, how many tokens of a row the draft model has cached, if there is one.
     """
 
     tokens: Tensor
     wants_drafts: Tensor
+    n_cached: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,11 @@ class Verified:
     pieces: int = 1
 
 
-def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified) -> None:
+def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified, drafted: bool = False) -> None:
     """Append each row's last token to its text, draft its next tokens, and fill ``verified`` (reference).
 
     state: the R rows of the step.
+    drafted: whether a draft model has written k drafts after the last token of each row's text.
 
     A row gets fewer drafts, or none, if its text has no such suffix, or if it ends before.
     """
@@ -95,19 +99,26 @@ def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified) -> None
         texts.tokens[row, position] = state.tokens[row]
         counts[row] = 1
         if texts.wants_drafts[row] and (most := min(k, limit - 2 - position)) > 0:
-            drafts = drafts_after(texts.tokens[row, : position + 1], most)
+            written, text = texts.tokens[row, position + 1 :][:most], texts.tokens[row, : position + 1]
+            drafts = written if drafted else drafts_after(text, most)
             counts[row] += len(drafts)
             wide[row, 1 : counts[row], TOKEN] = drafts
             wide[row, 1 : counts[row], POSITION] = position + 1 + torch.arange(len(drafts)).int()
             wide[row, 1 : counts[row], TEMPERATURE] = state.rows[row, TEMPERATURE]
     if verified.columns is not None:
-        columns = verified.columns.view(COLUMNS, rows, verified.pieces)
-        index = torch.arange(rows, dtype=torch.int32)
-        own = torch.tensor(counts, dtype=torch.int32)
-        starts = state.positions.clamp_min(0)
-        for column, values in enumerate((index * (k + 1), own, starts, index * (k + 1), starts, index)):
-            columns[column] = values[:, None]
-        columns[6], columns[7] = torch.arange(verified.pieces, dtype=torch.int32), verified.pieces
+        own, starts = torch.tensor(counts, dtype=torch.int32), state.positions.clamp_min(0)
+        _fill_columns(verified.columns.view(COLUMNS, rows, verified.pieces), own, starts, k + 1)
+
+
+def _fill_columns(columns: Tensor, counts: Tensor, starts: Tensor, apart: int) -> None:
+    """Describe one tile per row, in pieces: columns ``[COLUMNS, R, pieces]``, counts and starts ``[R]``.
+
+    apart: the distance of the rows' first tokens.
+    """
+    index, pieces = torch.arange(len(counts), dtype=torch.int32), columns.shape[2]
+    for column, values in enumerate((index * apart, counts, starts, index * apart, starts, index)):
+        columns[column] = values[:, None]
+    columns[6], columns[7] = torch.arange(pieces, dtype=torch.int32), pieces
 
 
 def drafts_after(text: Tensor, most: int) -> Tensor:
@@ -176,6 +187,27 @@ def note_ref(*, state: DeviceState, texts: Texts) -> None:
     texts.tokens[rows, state.positions[rows].long()] = state.tokens[rows]
 
 
+def gather_uncached_ref(
+    *, state: DeviceState, texts: Texts, ids: Tensor, positions: Tensor, columns: Tensor
+) -> None:
+    """Gather tokens that the draft model has not cached, and count them as cached (torch reference).
+
+    ids, positions: int32 ``[R * P]``: receive the next P tokens of each of the R rows and their positions;
+        INERT at places without a token.
+    columns: int32 ``[COLUMNS, R]``: receives one tile per row, as in ``prefill_tiles.tile_columns``.
+    """
+    rows = len(state.rows)
+    places, starts = len(ids) // rows, texts.n_cached[:rows].clone()
+    counts = (state.positions - starts).clamp(0, places)
+    at = starts[:, None] + torch.arange(places)
+    there = torch.arange(places) < counts[:, None]
+    tokens = texts.tokens[:rows].gather(1, torch.where(there, at, 0).long())
+    ids.copy_(torch.where(there, tokens, 0).view(-1))
+    positions.copy_(torch.where(there, at, INERT).view(-1))
+    _fill_columns(columns[:, :, None], counts, starts, places)
+    texts.n_cached[:rows] += counts
+
+
 @triton.jit
 def _match_kernel(
     rows_ptr, text_ptr, drafted_ptr, best_ptr, row_stride, text_stride, TOKEN: tl.constexpr,
@@ -209,29 +241,52 @@ def _match_kernel(
 
 
 @triton.jit
+def _store_columns(column, stride, inside, first, count, start, row, piece, pieces):
+    """Describe one tile, whose pieces are ``piece``, as ``prefill_tiles.tile_columns`` does."""
+    zeros = piece * 0
+    tl.store(column, zeros + first, mask=inside)
+    tl.store(column + stride, zeros + count, mask=inside)
+    tl.store(column + 2 * stride, zeros + start, mask=inside)
+    tl.store(column + 3 * stride, zeros + first, mask=inside)
+    tl.store(column + 4 * stride, zeros + start, mask=inside)
+    tl.store(column + 5 * stride, zeros + row, mask=inside)
+    tl.store(column + 6 * stride, piece, mask=inside)
+    tl.store(column + 7 * stride, zeros + pieces, mask=inside)
+
+
+@triton.jit
 def _expand_kernel(
-    rows_ptr, wide_ptr, columns_ptr, text_ptr, best_ptr, row_stride, wide_stride, columns_stride, text_stride,
-    n_chunks, N_WORDS: tl.constexpr, N_DRAFTS: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
+    rows_ptr, wide_ptr, columns_ptr, text_ptr, drafted_ptr, best_ptr, row_stride, wide_stride,
+    columns_stride, text_stride, n_chunks, N_WORDS: tl.constexpr, N_DRAFTS: tl.constexpr,
+    PIECES: tl.constexpr, CHUNKS: tl.constexpr,
     PLACES: tl.constexpr, PIECES_PADDED: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
     LIMIT: tl.constexpr, TEMPERATURE: tl.constexpr, COUNTS: tl.constexpr, PLACE_BITS: tl.constexpr,
     WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the verify rows and the tile of one state row per program."""
+    """Write the verify rows and the tile of one state row per program.
+
+    best_ptr: the results of ``_match_kernel``; None if the drafts are written after the text.
+    """
     row = tl.program_id(0)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     fields = rows_ptr + row.to(tl.int64) * row_stride
     text = text_ptr + row.to(tl.int64) * text_stride
     token, position, limit = tl.load(fields + TOKEN), tl.load(fields + POSITION), tl.load(fields + LIMIT)
-    chunk = tl.arange(0, CHUNKS)
-    best = tl.max(tl.load(best_ptr + row * n_chunks + chunk, mask=chunk < n_chunks, other=0), axis=0)
-    end = best & ((1 << PLACE_BITS) - 1)
-    n_drafts = tl.where(best > 0, tl.maximum(tl.minimum(N_DRAFTS, limit - 2 - position), 0), 0)
     i = tl.arange(0, PLACES)
-    is_draft = (i > 0) & (i <= n_drafts)
-    source = end + 1 + tl.maximum(i - 1, 0) % tl.maximum(position - end, 1)
-    drafts = tl.load(text + source, mask=is_draft & (source < position), other=0)
-    tokens = tl.where(is_draft & (source < position), drafts, token)
+    if best_ptr is None:
+        has_drafts = tl.load(drafted_ptr + row) > 0
+        source, is_known = position + i, i > 0
+    else:
+        chunk = tl.arange(0, CHUNKS)
+        best = tl.max(tl.load(best_ptr + row * n_chunks + chunk, mask=chunk < n_chunks, other=0), axis=0)
+        end = best & ((1 << PLACE_BITS) - 1)
+        has_drafts = best > 0
+        source = end + 1 + tl.maximum(i - 1, 0) % tl.maximum(position - end, 1)
+        is_known = source < position
+    n_drafts = tl.where(has_drafts, tl.maximum(tl.minimum(N_DRAFTS, limit - 2 - position), 0), 0)
+    is_known = is_known & (i > 0) & (i <= n_drafts)
+    tokens = tl.where(is_known, tl.load(text + source, mask=is_known, other=0), token)
     is_there = (position >= 0) & (i <= n_drafts)
     places = tl.where(is_there, position + i, -1)
     tl.store(text + position, token, mask=position >= 0)
@@ -248,32 +303,27 @@ def _expand_kernel(
         tl.store(target, copied, mask=(i <= N_DRAFTS)[:, None] & (word < N_WORDS)[None, :])
     if columns_ptr is not None:
         piece = tl.arange(0, PIECES_PADDED)
-        column = columns_ptr + row * PIECES + piece
-        mine, zeros = piece < PIECES, piece * 0
-        start = tl.maximum(position, 0)
-        tl.store(column, zeros + first, mask=mine)
-        tl.store(column + columns_stride, zeros + tl.where(position >= 0, 1 + n_drafts, 0), mask=mine)
-        tl.store(column + 2 * columns_stride, zeros + start, mask=mine)
-        tl.store(column + 3 * columns_stride, zeros + first, mask=mine)
-        tl.store(column + 4 * columns_stride, zeros + start, mask=mine)
-        tl.store(column + 5 * columns_stride, zeros + row, mask=mine)
-        tl.store(column + 6 * columns_stride, piece, mask=mine)
-        tl.store(column + 7 * columns_stride, zeros + PIECES, mask=mine)
+        column, start = columns_ptr + row * PIECES + piece, tl.maximum(position, 0)
+        count = tl.where(position >= 0, 1 + n_drafts, 0)
+        _store_columns(column, columns_stride, piece < PIECES, first, count, start, row, piece, PIECES)
 
 
-def propose(*, state: DeviceState, texts: Texts, verified: Verified, dependent: int = False) -> None:
-    """Append last tokens, draft, and fill ``verified`` as :func:`propose_ref` does, in two Triton kernels.
+def propose(
+    *, state: DeviceState, texts: Texts, verified: Verified, drafted: bool = False, dependent: int = False
+) -> None:
+    """Append last tokens, draft, and fill ``verified`` as :func:`propose_ref` does, in Triton.
 
     dependent: the launch mode, as in ``launch_options``.
     """
     rows, n_chunks, k = len(state.rows), cdiv(texts.tokens.shape[1], CHUNK), verified.n_drafts
-    best = texts.tokens.new_empty(rows, n_chunks)
+    best = None if drafted else texts.tokens.new_empty(rows, n_chunks)
     fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
     strides = state.rows.stride(0), texts.tokens.stride(0)
-    _match_kernel[(rows, n_chunks)](
-        state.rows, texts.tokens, texts.wants_drafts, best, *strides, **fields, LONGEST=LONGEST,
-        SHORTEST=SHORTEST, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
-    )  # fmt: skip
+    if best is not None:
+        _match_kernel[(rows, n_chunks)](
+            state.rows, texts.tokens, texts.wants_drafts, best, *strides, **fields, LONGEST=LONGEST,
+            SHORTEST=SHORTEST, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
+        )  # fmt: skip
     wide, columns = verified.state.rows, verified.columns
     n_words = state.rows.shape[1] if columns is None else FIELDS
     sizes = {
@@ -285,8 +335,9 @@ def propose(*, state: DeviceState, texts: Texts, verified: Verified, dependent: 
     padded = {"CHUNKS": next_power_of_2(n_chunks), "PLACES": next_power_of_2(k + 1)}
     padded["PIECES_PADDED"] = next_power_of_2(verified.pieces)
     _expand_kernel[(rows,)](
-        state.rows, wide, columns, texts.tokens, best, state.rows.stride(0), wide.stride(0),
-        0 if columns is None else columns.stride(0), texts.tokens.stride(0), n_chunks, **sizes, **padded,
+        state.rows, wide, columns, texts.tokens, texts.wants_drafts, best, state.rows.stride(0),
+        wide.stride(0), 0 if columns is None else columns.stride(0), texts.tokens.stride(0), n_chunks,
+        **sizes, **padded,
         **fields, LIMIT=ADVANCED["LIMIT"], TEMPERATURE=TEMPERATURE, COUNTS=COUNTS, PLACE_BITS=PLACE_BITS,
         **launch_options(dependent),
     )  # fmt: skip
@@ -390,21 +441,68 @@ def note(*, state: DeviceState, texts: Texts, dependent: int = False) -> None:
     )
 
 
+@triton.jit
+def _uncached_kernel(
+    rows_ptr, text_ptr, cached_ptr, ids_ptr, positions_ptr, columns_ptr, row_stride, text_stride,
+    columns_stride, N_PLACES: tl.constexpr, PLACES: tl.constexpr, POSITION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Gather the tokens of one state row per program."""
+    row = tl.program_id(0)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    start = tl.load(cached_ptr + row)
+    position = tl.load(rows_ptr + row.to(tl.int64) * row_stride + POSITION)
+    count = tl.maximum(tl.minimum(position - start, N_PLACES), 0)
+    i, first = tl.arange(0, PLACES), row * N_PLACES
+    text = text_ptr + row.to(tl.int64) * text_stride + start + i
+    tl.store(ids_ptr + first + i, tl.load(text, mask=i < count, other=0), mask=i < N_PLACES)
+    tl.store(positions_ptr + first + i, tl.where(i < count, start + i, -1), mask=i < N_PLACES)
+    tl.store(cached_ptr + row, start + count)
+    piece = tl.arange(0, 1)
+    _store_columns(columns_ptr + row + piece, columns_stride, piece < 1, first, count, start, row, piece, 1)
+
+
+def gather_uncached(
+    *,
+    state: DeviceState,
+    texts: Texts,
+    ids: Tensor,
+    positions: Tensor,
+    columns: Tensor,
+    dependent: int = False,
+) -> None:
+    """Gather tokens as :func:`gather_uncached_ref` does, in Triton. dependent: the launch mode."""
+    places = len(ids) // len(state.rows)
+    strides = state.rows.stride(0), texts.tokens.stride(0), columns.stride(0)
+    _uncached_kernel[(len(state.rows),)](
+        state.rows, texts.tokens, texts.n_cached, ids, positions, columns, *strides, N_PLACES=places,
+        PLACES=next_power_of_2(places), POSITION=POSITION, num_warps=1, **launch_options(dependent),
+    )  # fmt: skip
+
+
 class DraftKernels(NamedTuple):
     """The device functions of drafting, in Triton or torch, and whether their launches are dependent."""
 
     note: Callable[..., None]
     propose: Callable[..., None]
     accept: Callable[..., None]
+    gather_uncached: Callable[..., None]
     dependent: bool = False
 
 
-def draft_kernels(name: str, dependent: bool) -> DraftKernels:
+def draft_kernels(name: str, dependent: bool, drafted: bool = False) -> DraftKernels:
     """Return the functions for kernels called ``name``, "triton" or "torch".
 
     dependent: whether to use programmatic dependent launch.
+    drafted: whether a draft model drafts.
     """
     if name == "torch":
-        return DraftKernels(note_ref, propose_ref, accept_ref)
-    noting, proposing, accepting = (partial(f, dependent=dependent) for f in (note, propose, accept))
-    return DraftKernels(noting, proposing, accepting, dependent)
+        return DraftKernels(note_ref, partial(propose_ref, drafted=drafted), accept_ref, gather_uncached_ref)
+    return DraftKernels(
+        partial(note, dependent=dependent),
+        partial(propose, drafted=drafted, dependent=dependent),
+        partial(accept, dependent=dependent),
+        partial(gather_uncached, dependent=dependent),
+        dependent,
+    )

@@ -28,7 +28,11 @@ class PackedPrefill:
     layers_for: maps a number of tokens to the layers.
     state: the device state; padding places write to its last row, which is spare.
     next_tokens: chooses first tokens and advances their state rows.
+
+    ``draft`` caches the same prompts for a model that drafts, or is None.
     """
+
+    draft: PackedPrefill | None = None
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class PackedPrefill:
         in_pieces: whether the keys of tiles may be split into pieces.
         n_layers: as in ``Layers``.
         """
+        if self.draft is not None:
+            self.draft.layers(inputs, in_pieces, n_layers)
         layers, attend = self.layers_for(len(inputs.ids)), self.bind(inputs, in_pieces)
         return layers(inputs.ids, inputs.positions, attend, n_layers)
 

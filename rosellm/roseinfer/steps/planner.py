@@ -97,6 +97,7 @@ class Planner:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self._most_drafts = n_drafts
         self._n_drafting = 0  # steps in flight that verify drafts
+        self.n_behind = 0  # the most tokens of a row that a draft model may not have cached
         self.counts = TokenCounts(n_rows, call)
         self.accepted = np.zeros(n_rows)
         columns = np.zeros((6, n_rows), np.int64)
@@ -242,6 +243,7 @@ class Planner:
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         drafts = np.minimum(self.n_drafts[batch.indices], n_drafts) if n_drafts else 0
         self._n_drafting += n_drafts > 0
+        self.n_behind = 0 if n_drafts else self.n_behind + 1
         self.position[batch.indices] += 1 + drafts
         self.left[batch.indices] -= 1
         if not self.left[batch.indices].all():
@@ -282,7 +284,9 @@ class Planner:
         self.n_drafts[rows] = np.where(plain, 0, self._most_drafts)
         known = [s.tokens[: n + 1] for s, n in zip(sequences, positions, strict=True)]
         places = [np.arange(len(own)) + index * length for own, index in zip(known, indices, strict=True)]
-        words = np.concatenate((rows, self.n_drafts[rows] > 0, *places, *known)).astype(np.int32)
+        cached = [min(s.n_prompt, n) for s, n in zip(sequences, positions, strict=True)]
+        self.n_behind = max(self.n_behind, *np.subtract(positions, cached).tolist())
+        words = np.concatenate((rows, self.n_drafts[rows] > 0, cached, *places, *known)).astype(np.int32)
         self._call("write_texts", words, len(rows))
 
     def _reserve(self, sequence: Sequence, index: int) -> None:

@@ -8,6 +8,7 @@ more than it saves.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -33,6 +34,7 @@ from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.draft_model import DraftModel
 from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch
 from rosellm.roseinfer.steps.resident import RUN_AHEAD, Begun, ResidentStep
 from rosellm.roseinfer.steps.worker import Worker
@@ -54,6 +56,7 @@ class SpeculativeWorker(Worker):
     kernels, drafting: the device functions.
     invariant: whether logits must be bitwise those of single steps. Verify rows then attend as rows of a
         decode step do, twice: the first time caches their keys and values.
+    draft: the model that drafts; None if drafts come from the rows' own texts.
     parts: the arguments of ``Worker``.
     """
 
@@ -64,18 +67,21 @@ class SpeculativeWorker(Worker):
         drafting: DraftKernels,
         n_drafts: int,
         invariant: bool,
+        draft: DraftModel | None = None,
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
         self.kernels, self.drafting = kernels, drafting
-        self.n_drafts, self.invariant = n_drafts, invariant
+        self.n_drafts, self.invariant, self.draft = n_drafts, invariant, draft
+        self._catch_ups: dict[int, Callable[[], object]] = {}
         self.config = model.config
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         most = min(self.n_rows * (n_drafts + 1), MOST_VERIFIED)
         self._wide = DeviceState(most, self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
         tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
-        self.texts = Texts(tokens, torch.zeros(self.n_rows, dtype=torch.int32, device=self.device))
+        numbers = torch.zeros(2, self.n_rows, dtype=torch.int32, device=self.device)
+        self.texts = Texts(tokens, *numbers)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
         self.in_one_tile = not (invariant or self.config.window) and is_stock(kernels, "append_and_attend")
         self._attention = partial(verify_attention, dependent=drafting.dependent)
@@ -94,17 +100,27 @@ class SpeculativeWorker(Worker):
     def write_texts(self, words: np.ndarray, n: int) -> None:
         """Write texts of state rows.
 
-        words: int32: n rows, and for each whether it gets drafts; then m places, row * L + position, and the
-            m tokens to write there.
+        words: int32: n rows, for each whether it gets drafts, and how many tokens the draft model has cached;
+            then m places, row * L + position, and the m tokens to write there.
         """
         sent = self._staging.put(words).send()
-        self.texts.wants_drafts[sent[:n].long()] = sent[n : 2 * n]
-        places, tokens = sent[2 * n :].view(2, -1)
+        rows = sent[:n].long()
+        self.texts.wants_drafts[rows], self.texts.n_cached[rows] = sent[n : 3 * n].view(2, n)
+        places, tokens = sent[3 * n :].view(2, -1)
         self.texts.tokens.view(-1)[places.long()] = tokens
+
+    def copy_block(self, source: int, target: int) -> None:
+        super().copy_block(source, target)
+        if self.draft is not None:
+            self.draft.prompts.blocks.copy_block(source, target)
+
+    def catch_up(self, rows: int) -> None:
+        """Let the draft model cache the next tokens of the first ``rows`` state rows."""
+        self._catch_up(rows)()
 
     def _move_rows(self, source: Tensor, target: Tensor) -> None:
         super()._move_rows(source, target)
-        for texts in (self.texts.tokens, self.texts.wants_drafts):
+        for texts in (self.texts.tokens, self.texts.wants_drafts, self.texts.n_cached):
             texts[target] = texts[source]
 
     # Called by this rank only.
@@ -146,15 +162,17 @@ class SpeculativeWorker(Worker):
         if not variant.startswith(VERIFY):
             self.drafting.note(state=state, texts=self.texts)
             return super()._run(state, mode, variant)
-        hidden, verified = self._verify(state, variant)
+        hidden, verified = self._verify(state, variant, mode)
         self._accept(hidden, state, verified, mode)
         return hidden
 
     def _verify(
-        self, state: DeviceState, variant: str, n_layers: int | None = None
+        self, state: DeviceState, variant: str, mode: str, n_layers: int | None = None
     ) -> tuple[Tensor, Verified]:
         chosen = Variant.parse(variant.removeprefix(VERIFY))
         verified = self._verified(state, 1 if self.in_one_tile else chosen.pieces)
+        if self.draft is not None:
+            self.draft.draft(state, self.texts, verified.n_drafts, mode, n_layers)
         self.drafting.propose(state=state, texts=self.texts, verified=verified)
         wide = verified.state
         if self.in_one_tile:
@@ -168,6 +186,8 @@ class SpeculativeWorker(Worker):
         values, indices = chooser(hidden, verified.state, chooser.serving(mode, len(hidden)))
         given = {"state": state, "texts": self.texts, "verified": verified}
         self.drafting.accept(**given, values=values, indices=indices)
+        if self.draft is not None:
+            self.texts.n_cached[: len(state.rows)].copy_(state.positions)
 
     def _attend_in_one_tile(self, state: DeviceState, wide: DeviceState, variant: Variant) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""
@@ -228,21 +248,39 @@ class SpeculativeWorker(Worker):
 
         return attend
 
+    def _catch_up(self, rows: int) -> Callable[[], object]:
+        assert self.draft is not None
+        if rows not in self._catch_ups:
+            run: Callable[[], object] = partial(self.draft.catch_up, self.state.first(rows), self.texts)
+            if self.graphs is not None:
+                idle = partial(self.draft.catch_up, self._idle.first(rows), self.texts, 1)
+                run = self.graphs.capture(run, idle)
+            self._catch_ups[rows] = run
+        return self._catch_ups[rows]
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        missing = [n for n in self._buckets(rows) if self.drafts_for(n) and n not in self._catch_ups]
+        with_draft = self.graphs is not None and self.draft is not None
+        return super().captures(rows) + [partial(self._catch_up, n) for n in missing if with_draft]
+
     def _run_idle(self, bucket: int) -> None:
         super()._run_idle(bucket)
+        if self.draft is not None:
+            self.draft.catch_up(self._idle.first(bucket), self.texts, 1)
         self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
         for variant in [one for one in self.variants(bucket) if one.startswith(VERIFY)][:1]:
             self._verify_idle(bucket, variant)  # also accepts, which is the same for every variant
 
     def _verify_idle(self, bucket: int, variant: str) -> None:
         idle = self._idle.first(bucket)
-        hidden, verified = self._verify(idle, variant, 1)
+        for mode in self.next_tokens.chooser.modes(bucket) if self.draft is not None else ("greedy",):
+            hidden, verified = self._verify(idle, variant, mode, 1)
         for mode in self.next_tokens.chooser.modes(bucket):
             self._accept(hidden, idle, verified, mode)
 
     def _hidden(self, state: DeviceState, variant: str, n_layers: int | None = None) -> Tensor:
         if variant.startswith(VERIFY):
-            return self._verify(state, variant, n_layers)[0]
+            return self._verify(state, variant, "greedy", n_layers)[0]
         return super()._hidden(state, variant, n_layers)
 
     def _warm_up_step(self, bucket: int, mode: str, variant: str) -> None:
@@ -349,6 +387,9 @@ class SpeculativeStep(ResidentStep):
             super()._launch(rows, batch, 0)
             return
         longest = int(self.planner.cached_at_most(batch).max())
+        if self.worker.draft is not None:
+            for _ in range(0, self.planner.n_behind, self.worker.draft.places(rows)):
+                self._call("catch_up", rows)
         self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:

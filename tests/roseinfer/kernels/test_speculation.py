@@ -78,7 +78,8 @@ class Rows:
             rows[row, LIMIT] = len(text) + rng.choice((1, 2, 3, k + 1, 99))
             rows[row, STOP], rows[row, ROUND] = rng.choice((-1, 3)), rng.randrange(64)
         self.state.rows.copy_(rows)
-        self.texts = Texts(tokens.to(device), self.wants_drafts.to(device))
+        self.n_cached = torch.zeros(n_rows, dtype=torch.int32)
+        self.texts = Texts(*(x.to(device) for x in (tokens, self.wants_drafts, self.n_cached)))
         wide = DeviceState(n_rows * (k + 1), WIDTH, torch.device(device), STOPS)
         wide.rows.fill_(-99)
         columns = None
@@ -259,7 +260,7 @@ def drawn(positions_of: str) -> tuple[Tensor, Tensor]:
     state.temperatures.fill_(1.0)
     state.seeds.copy_(torch.arange(N_DRAWS))
     tokens = torch.tensor([[3, 4, 5, 3, 0, 0, 0, 0]], dtype=torch.int32).repeat(N_DRAWS, 1)  # 3 4 5 3 4: 5
-    texts = Texts(tokens, torch.ones(N_DRAWS, dtype=torch.int32))
+    texts = Texts(tokens, *torch.ones(2, N_DRAWS, dtype=torch.int32))
     verified = Verified(DeviceState(2 * N_DRAWS, 1, torch.device("cpu")), None, 1)
     torch_kernels = draft_kernels("torch", dependent=False)
     torch_kernels.propose(state=state, texts=texts, verified=verified)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
-from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
+from rosellm.roseinfer.kernels.speculation import Texts, Verified
+from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -80,8 +82,8 @@ def drafting(engine: Engine, oracle: Oracle | None = None, often: float = 1.0) -
     rng = random.Random(1)
     engine.step.pace.drafts = lambda rows, accepted, batch: rng.random() < often
     if oracle is not None:
-        note, _, accept, dependent = engine.step.worker.drafting
-        engine.step.worker.drafting = DraftKernels(note, oracle.propose, accept, dependent)
+        given = engine.step.worker.drafting
+        engine.step.worker.drafting = given._replace(propose=oracle.propose)
     return engine
 
 
@@ -289,6 +291,50 @@ def test_drafts_of_a_text_that_repeats_are_accepted():
     scheduler, (output,) = run(drafting(small_engine(model, recipe="speculative")), [prompt], params)
     assert output.token_ids == plain
     assert scheduler.decode_steps < scheduler.decode_tokens  # its greedy tokens come again, too
+
+
+def draft_engine(model: Any, draft: Any, k: int = 3, **options: Any) -> Engine:
+    recipe = replace(LADDER["speculative"], speculation="draft")
+    return small_engine(model, recipe=recipe, speculative_tokens=k, draft=draft, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", MODELS)
+def test_all_drafts_of_the_model_itself_are_accepted_after_plain_steps_too(family, device, in_flight):
+    """It draws with the noise of the model that verifies, and catches up with the tokens of plain steps."""
+    model, k = model_of(family, device), 3
+    engine, prompts = draft_engine(model, model, k), random_prompts([5, 17, 70, 3], seed=1)
+    kinds = iter([True, *[False] * 5, True, True] * 20)
+    engine.step.pace.drafts = lambda rows, accepted, batch: next(kinds)
+    planner, counts = engine.step.planner, []
+    accept = planner.accept
+    planner.accept = lambda rows, n, n_drafts: (
+        counts.append((planner.left[rows], n)) or accept(rows, n, n_drafts)
+    )
+    params = wishes(["greedy", "drawn", "filtered"] * 2, 40)[: len(prompts)]
+    _, plain = run(small_engine(model), prompts, params)
+    _, drafted = run(engine, prompts, params)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert counts and all((n[left >= k] == k + 1).all() for left, n in counts)
+
+
+@pytest.mark.parametrize("more", [{}, {"prefix_cache": True}, {"num_kv_blocks": 22}, {"deterministic": True}])
+@pytest.mark.parametrize("device", DEVICES)
+def test_whatever_a_draft_model_drafts_the_tokens_are_those_of_single_steps(device, more, in_flight):
+    """In chunks, from the prefix cache, after preemption, in deterministic mode."""
+    config = small_config(n_positions=128)
+    model, draft = (
+        random_model(3, config).to(device),
+        random_model(4, small_config(n_positions=128)).to(device),
+    )
+    first = random_prompts([20], seed=2)[0]
+    prompts = [first, first + [5, 6], *random_prompts([3, 33, 9], seed=1), first[:17]]
+    params = wishes(["greedy", "drawn", "filtered"] * 2)
+    _, plain = run(small_engine(model, **more), prompts, params)
+    engine = drafting(draft_engine(model, draft, 5, **more), often=0.6)
+    for _ in range(1 + ("prefix_cache" in more)):
+        _, drafted = run(engine, prompts, params, prefill_chunk=64 if "deterministic" in more else 16)
+        assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
 
 
 class Clocked:
