@@ -29,7 +29,7 @@ from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.resident import ResidentStep
-from rosellm.roseinfer.steps.speculative import SpeculativeStep, SpeculativeWorker
+from rosellm.roseinfer.steps.speculative import SpeculativeStep, SpeculativeWorker, verify_rows
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -100,7 +100,8 @@ def _parts(
     bind: Binder
     fields = recipe.norm, recipe.activation, recipe.gemm
     n_columns = model.config.vocab_size + WORD_COLUMNS
-    counts = torch.zeros(n_rows, n_columns, dtype=torch.int32, device=model.device)
+    n_copies = verify_rows(n_rows, n_drafts) if n_drafts else 0
+    counts = torch.zeros(n_rows + n_copies, n_columns, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)

@@ -58,6 +58,15 @@ def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
             assert len(other.metrics.token_times) == len(other.token_ids)
 
 
+@pytest.mark.parametrize("bad_words", [(), (" smaller child", "heap[")])
+def test_penalties_and_bad_words_count_accepted_drafts_and_no_others(both, bad_words, monkeypatch):
+    monkeypatch.setattr(both[1].engine.step.pace, "drafts", lambda rows, accepted: True)
+    params = asked(max_tokens=40, frequency_penalty=0.1, bad_words=list(bad_words))
+    (plain,), (fast,) = (llm.generate([EDIT], params) for llm in both)
+    assert fast.token_ids == plain.token_ids
+    assert len(set(fast.metrics.token_times)) < len(fast.token_ids)
+
+
 def test_a_streamed_text_is_the_same_in_whatever_pieces(both):
     def streamed(llm: LLM) -> Iterator[str]:
         with StreamingManager(llm.engine) as manager:

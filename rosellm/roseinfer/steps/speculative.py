@@ -46,6 +46,11 @@ HEADS_AT_ONCE = 8  # query heads of a program, at most
 PROBE, MEDIAN_OF = 64, 5  # steps
 
 
+def verify_rows(n_rows: int, n_drafts: int) -> int:
+    """Return the maximum number of verify rows of a step; each has a row in the table of ``TokenCounts``."""
+    return min(n_rows * (n_drafts + 1), MOST_VERIFIED)
+
+
 class SpeculativeWorker(Worker):
     """A worker whose steps can also draft and verify ``n_drafts`` tokens per row.
 
@@ -69,8 +74,7 @@ class SpeculativeWorker(Worker):
         self.n_drafts, self.invariant = n_drafts, invariant
         self.config = model.config
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
-        most = min(self.n_rows * (n_drafts + 1), MOST_VERIFIED)
-        self._wide = DeviceState(most, self.state.table.shape[1], self.device)
+        self._wide = DeviceState(verify_rows(self.n_rows, n_drafts), self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
         tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
         self.texts = Texts(tokens, torch.zeros(self.n_rows, dtype=torch.int32, device=self.device))
@@ -138,7 +142,8 @@ class SpeculativeWorker(Worker):
         if not self.invariant:
             columns = torch.empty(COLUMNS, rows * pieces, dtype=torch.int32, device=self.device)
         n_drafts = self.drafts_for(rows)
-        return Verified(self._wide.first(rows * (n_drafts + 1)), columns, n_drafts, pieces)
+        wide = self._wide.first(rows * (n_drafts + 1))
+        return Verified(wide, columns, n_drafts, pieces, copies=self.n_rows)
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         if not variant.startswith(VERIFY):
@@ -162,10 +167,16 @@ class SpeculativeWorker(Worker):
         return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
 
     def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
-        chooser = self.next_tokens.chooser
-        values, indices = chooser(hidden, verified.state, chooser.serving(mode, len(hidden)))
+        chooser, counted = self.next_tokens.chooser, None
+        mode = chooser.serving(mode, len(hidden))
+        if mode == "penalised":
+            counted = {"state": state, "wide": verified.state, "table": self.counts}
+            self.drafting.fork_counts(**counted)
+        values, indices = chooser(hidden, verified.state, mode)
         given = {"state": state, "texts": self.texts, "verified": verified}
         self.drafting.accept(**given, values=values, indices=indices)
+        if counted is not None:
+            self.drafting.count_accepted(**counted)
 
     def _attend_in_one_tile(self, state: DeviceState, wide: DeviceState, variant: Variant) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""

@@ -11,7 +11,7 @@ import torch
 from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
-from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
+from rosellm.roseinfer.kernels.speculation import Texts, Verified
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -24,8 +24,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.9},
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.3},
-    "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}, "allowed_token_ids": list(range(70))},
     "late": {"temperature": 0.7, "min_tokens": 12},
 }
 MODELS = {"gpt2": {}} | FAMILIES
@@ -59,6 +59,8 @@ class Oracle:
             for i, token in enumerate(drafts, 1):
                 wide[row, i] = state.rows[row, : wide.shape[2]]
                 wide[row, i, TOKEN], wide[row, i, POSITION] = token, position + i
+                if state.counts[row]:
+                    wide[row, i, COUNTS] = 1 + verified.copies + row * (k + 1) + i
             if columns is not None:
                 columns[1, row] = 1 + len(drafts)
             self.n_drafted += len(drafts)
@@ -77,8 +79,7 @@ def drafting(engine: Engine, oracle: Oracle | None = None, often: float = 1.0) -
     rng = random.Random(1)
     engine.step.pace.drafts = lambda rows, accepted: rng.random() < often
     if oracle is not None:
-        note, _, accept, dependent = engine.step.worker.drafting
-        engine.step.worker.drafting = DraftKernels(note, oracle.propose, accept, dependent)
+        engine.step.worker.drafting = engine.step.worker.drafting._replace(propose=oracle.propose)
     return engine
 
 
@@ -217,10 +218,10 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
     assert len(to_come) < len(prompts) - 2
 
 
-@pytest.mark.parametrize("k", [1, 7, 16])
-def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be(k):
+@pytest.mark.parametrize(("k", "mode"), [(1, "drawn"), (7, "penalised"), (7, "biased"), (16, "drawn")])
+def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be(k, mode):
     model, prompt = model_of("qwen2"), random_prompts([9], seed=2)[0]
-    params = wishes(["drawn"], n=40)
+    params = wishes([mode], n=40)
     plain = run(small_engine(model), [prompt], params)[1][0].token_ids
     engine = small_engine(model, recipe="speculative", speculative_tokens=k)
     scheduler, (output,) = run(drafting(engine, Oracle([prompt + plain], 1.0)), [prompt], params)
@@ -273,7 +274,7 @@ def test_rows_that_get_no_drafts_do_not_count_as_rows_whose_drafts_are_accepted(
     engine = small_engine(model_of("gpt2"), recipe="speculative")
     seen: list[float] = []
     engine.step.pace.drafts = lambda rows, accepted: bool(seen.append(accepted)) or True
-    wishes_of_each = [{}] + [{"repetition_penalty": 1.2}] * 3
+    wishes_of_each = [{}] + [{"min_tokens": 5}] * 3
     params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **own) for own in wishes_of_each]
     run(engine, random_prompts([9] * 4, seed=3), params)
     assert 0 < max(seen) <= 0.25
