@@ -9,7 +9,7 @@ import torch
 
 from rosellm.ladder.museum import MuseumRung
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.device_state import FIELDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.exhibits import load_exhibit
@@ -118,6 +118,9 @@ def _parts(
     sizes = n_rows + 1, width  # the last row is spare
     state = DeviceState(*sizes, model.device, model.config.eos_token_ids, 1 + n_drafts)
     next_tokens = NextTokens(chooser, kernels.advance)
+    chosen = state.first(n_rows)
+    if n_drafts:
+        chosen = state.of(state.rows.new_zeros(n_rows * (1 + n_drafts), FIELDS))
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: PackedPrefill | CapturedPrefill
     prompts = PackedPrefill(model, kernels, prefill_layers_for, state, blocks, next_tokens)
@@ -133,7 +136,7 @@ def _parts(
         bind=bind,
         next_tokens=next_tokens,
         logprobs=LogprobRing(
-            state.first(n_rows), chooser.logits, kernels.store_likely, model.config, model.dtype, graphs
+            chosen, chooser.logits, kernels.store_likely, model.config, model.dtype, graphs, 1 + n_drafts
         ),
         graphs=graphs,
         prompts=prompts,

@@ -47,7 +47,7 @@ def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
     """Tokens after it are forgotten, and those that complete it are the last."""
     text = both[0].generate([EDIT], asked(**more))[0].text
     for stop in (text[10:13], text[25:30], text[40:42]):
-        plain, fast = (llm.generate([EDIT, SOURCE], asked(stop=[stop], **more)) for llm in both)
+        plain, fast = (llm.generate([EDIT, SOURCE], asked(stop=[stop], logprobs=0, **more)) for llm in both)
         for one, other in zip(plain, fast, strict=True):
             assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
                 other.text,
@@ -55,7 +55,7 @@ def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
                 other.finish_reason,
                 other.stop_reason,
             )
-            assert len(other.metrics.token_times) == len(other.token_ids)
+            assert len(other.metrics.token_times) == len(other.token_ids) == len(other.logprobs)
 
 
 @pytest.mark.parametrize("bad_words", [(), (" smaller child", "heap[")])

@@ -30,6 +30,7 @@ from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.verify_attention import fastest_variant, verify_attention
 from rosellm.roseinfer.layers.attention import PagedAttention
+from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
@@ -103,6 +104,21 @@ class SpeculativeWorker(Worker):
         self.texts.wants_drafts[sent[:n].long()] = sent[n : 2 * n]
         places, tokens = sent[2 * n :].view(2, -1)
         self.texts.tokens.view(-1)[places.long()] = tokens
+
+    def find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
+        """Start computing logprobs of the latest step's tokens, as ``LogprobRing.begin`` does.
+
+        n_drafts: number of draft tokens that the step verified per row.
+        """
+        chosen, width = self.logprobs.state, n_drafts + 1
+        tokens, rounds = (x.view(self.n_rows, -1) for x in (chosen.tokens, chosen.rounds))
+        tokens[:, 0] = self.state.tokens
+        rounds.copy_(self.state.rounds[:, None])
+        if n_drafts:
+            assert self.hidden is not None
+            after = 1 + self._wide.positions[: len(self.hidden)].view(-1, width).long()
+            tokens[: len(after), :width] = self.texts.tokens[: len(after)].gather(1, after)
+        super().find_logprobs(asking)
 
     def _move_rows(self, source: Tensor, target: Tensor) -> None:
         super()._move_rows(source, target)
@@ -321,7 +337,7 @@ class SpeculativeStep(ResidentStep):
         self._planes = self.worker.state.planes.numpy()
         self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
         self._latest_places = 1  # its verify rows per row
-        self._asking: tuple[np.ndarray, np.ndarray] | None = None  # of a plan, and of its verify rows
+        self._asking: tuple[np.ndarray, int, np.ndarray] | None = None  # a plan's, for drafts: of their rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
         """Return how many drafts the next step verifies per row; 0 if none pay."""
@@ -339,11 +355,13 @@ class SpeculativeStep(ResidentStep):
         self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
-        if n_drafts and asking.size:
-            if self._asking is None or self._asking[0] is not asking:
-                self._asking = asking, asking * np.array([[n_drafts + 1], [1], [1]])
-            asking = self._asking[1]
-        super()._find_logprobs(asking)
+        if not asking.size:
+            return
+        if self._asking is None or self._asking[0] is not asking or self._asking[1] != n_drafts:
+            (first, slot, wanted), i = asking[:, :, None], np.arange(n_drafts + 1)
+            every = first * len(i) + i, slot * len(self._planes) + i, wanted + 0 * i
+            self._asking = asking, n_drafts, np.stack(every).reshape(3, -1)
+        self._call("find_logprobs", self._asking[2], n_drafts)
 
     def _commit(self, begun: Begun) -> Done:
         self._latest_counts, self._latest_places = {}, begun.n_drafts + 1
@@ -359,15 +377,22 @@ class SpeculativeStep(ResidentStep):
         counts = 1 + (planes[1:] > INERT).sum(axis=0)
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         given: dict[Sequence, int] = {}
+        new: list[tuple[int, int]] = []  # of sequences that ask: position within the batch, place
         for i in live:
             sequence, n = sequences[i], int(counts[i])
+            cached = sequence.num_cached_tokens
             self._latest_counts[sequence] = n
             self.planner.accept(rows[i].index, n, begun.n_drafts)
             given[sequence] = sequence.commit_all(planes[:n, i][::-1].tolist())
+            if sequence.logprobs is not None:
+                end = sequence.num_cached_tokens - cached
+                new += [(i, place) for place in range(end - given[sequence], end)]
         failed = [s for s in given if s.finish_reason == "failed"]
         got = [s for s, n in given.items() if n]
-        if begun.has_logprobs:
-            self._give_logprobs(begun, live, set(got))
+        if new:
+            at, places = np.array(new).T
+            words = self.worker.logprobs.read(begun.rounds[at], indices[at], places)
+            add_likely([sequences[i] for i in at], words)
         self._free_ended([rows[i] for i in live])
         seconds = begun.clock.seconds_since(begun.since)
         return Done("decode", got, seconds, failed, [given[s] for s in got])

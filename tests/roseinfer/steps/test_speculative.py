@@ -12,6 +12,7 @@ from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
 from rosellm.roseinfer.kernels.speculation import Texts, Verified
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -23,10 +24,10 @@ N_TOKENS = 30
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.9},
-    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "logprobs": 0},
     "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}, "allowed_token_ids": list(range(70))},
-    "late": {"temperature": 0.7, "min_tokens": 12},
+    "late": {"temperature": 0.7, "min_tokens": 12, "logprobs": 1},
 }
 MODELS = {"gpt2": {}} | FAMILIES
 DEVICES = ["cpu", ON_GPU]
@@ -95,6 +96,12 @@ def wishes(modes: list[str], n: int = N_TOKENS, **more: Any) -> list[SamplingPar
     return [SamplingParams(max_tokens=n + i, seed=i, ignore_eos=True, **one) for i, one in enumerate(own)]
 
 
+def likely(output: RequestOutput) -> list[float]:
+    """The tokens, ranks and logprobs of all places, in order."""
+    entries = [own for place in output.logprobs or () for own in place.items()]
+    return [number for token, own in entries for number in (token, own.rank, own.logprob)]
+
+
 def model_of(family: str, device: str = "cpu") -> Any:
     return random_model(3, small_config(n_positions=128, **MODELS[family])).to(device)
 
@@ -117,6 +124,8 @@ def test_every_request_gets_the_tokens_of_single_steps(family, right, in_flight)
         engine = small_engine(model, recipe="speculative", speculative_tokens=k, **options)
         scheduler, outputs = run(drafting(engine, oracle, 0.7), prompts, params, **limits)
         assert [one.token_ids for one in outputs] == expected
+        for one, other in zip(outputs, plain, strict=True):
+            assert likely(one) == pytest.approx(likely(other), abs=1e-4)
         after_prefills = len(expected) + scheduler.preemptions
         assert scheduler.decode_tokens == sum(map(len, expected)) - after_prefills
         assert oracle.n_drafted
@@ -127,8 +136,8 @@ def test_every_request_gets_the_tokens_of_single_steps(family, right, in_flight)
 @pytest.mark.parametrize("device", DEVICES)
 def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device):
     model = model_of("qwen3", device)
-    prompts, params = random_prompts([3, 70, 9], seed=4), wishes(["greedy", "drawn", "filtered"])
-    params[0] = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
+    modes = ["greedy", "drawn", "filtered", "penalised", "biased", "late"]
+    prompts, params = random_prompts([3, 70, 9, 5, 30, 12], seed=4), wishes(modes, 25, logprobs=2)
     options = {"deterministic": True, "block_size": 64}
     _, plain = run(small_engine(model, **options), prompts, params)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, plain, strict=True)]
@@ -136,7 +145,8 @@ def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device)
     oracle = Oracle(known, 0.8) if device == "cpu" else None
     _, outputs = run(drafting(engine, oracle), prompts, params)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
-    assert outputs[0].logprobs == plain[0].logprobs
+    assert [one.logprobs for one in outputs] == [one.logprobs for one in plain]
+    assert all(len(one.logprobs) == len(one.token_ids) for one in outputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
