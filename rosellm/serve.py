@@ -208,9 +208,11 @@ async def _events(call: Call, replies: list[Reply]) -> AsyncIterator[str]:
     try:
         async for index, text in merged(replies):
             reply = replies[index]
-            new = (reply.stream.sequence.logprobs or [])[n_sent[index] :]  # may be ahead of the text
+            sequence = reply.stream.sequence
+            known = len(sequence.metrics.token_times)  # a stop string may end the text before later tokens
+            new = (sequence.logprobs or [])[n_sent[index] : known]  # may be ahead of the text
             n_sent[index] += len(new)
-            ids, n = [int(own[0]) for own in new], reply.stream.sequence.params.logprobs or 0
+            ids, n = [int(own[0]) for own in new], sequence.params.logprobs or 0
             entries = decoded_logprobs(new, n, call.tokenizer)
             choice = call.choice(index, text or "", ids, entries, reply.output if text is None else None)
             yield f"data: {json.dumps(call.answer([choice]))}\n\n"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rosellm.ladder.museum import MuseumRung
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.device_state import FIELDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS
 from rosellm.roseinfer.exhibits import load_exhibit
@@ -32,7 +32,7 @@ from rosellm.roseinfer.steps.draft_model import DraftModel
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.resident import ResidentStep
-from rosellm.roseinfer.steps.speculative import SpeculativeStep, SpeculativeWorker
+from rosellm.roseinfer.steps.speculative import SpeculativeStep, SpeculativeWorker, verify_rows
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.steps.worker import Worker
 
@@ -104,12 +104,16 @@ def _parts(
     n_drafts: number of draft tokens per row and step.
     """
     n_columns = model.config.vocab_size + WORD_COLUMNS
-    counts = torch.zeros(n_rows, n_columns, dtype=torch.int32, device=model.device)
+    n_copies = verify_rows(n_rows, n_drafts) if n_drafts else 0
+    counts = torch.zeros(n_rows + n_copies, n_columns, dtype=torch.int32, device=model.device)
     parts = _model_parts(recipe, model, blocks, kernels, counts, group)
     layers_for, prefill_layers_for, bind, chooser = parts
     sizes = n_rows + 1, width  # the last row is spare
     state = DeviceState(*sizes, model.device, model.config.eos_token_ids, 1 + n_drafts)
     next_tokens = NextTokens(chooser, kernels.advance)
+    chosen = state.first(n_rows)
+    if n_drafts:
+        chosen = state.of(state.rows.new_zeros(n_rows * (1 + n_drafts), FIELDS))
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: PackedPrefill | CapturedPrefill
     prompts = PackedPrefill(model, kernels, prefill_layers_for, state, blocks, next_tokens)
@@ -125,7 +129,7 @@ def _parts(
         bind=bind,
         next_tokens=next_tokens,
         logprobs=LogprobRing(
-            state.first(n_rows), chooser.logits, kernels.store_likely, model.config, model.dtype, graphs
+            chosen, chooser.logits, kernels.store_likely, model.config, model.dtype, graphs, 1 + n_drafts
         ),
         graphs=graphs,
         prompts=prompts,

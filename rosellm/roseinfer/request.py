@@ -191,6 +191,8 @@ class Sequence:
     def cut(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``, with which a stop string ended the sequence."""
         del self.tokens[n_tokens:]
+        if self.logprobs is not None:
+            del self.logprobs[n_tokens - self.n_prompt :]
         self.num_cached_tokens = min(self.num_cached_tokens, n_tokens - 1)
 
     def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:

@@ -47,7 +47,7 @@ def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
     """Tokens after it are forgotten, and those that complete it are the last."""
     text = both[0].generate([EDIT], asked(**more))[0].text
     for stop in (text[10:13], text[25:30], text[40:42]):
-        plain, fast = (llm.generate([EDIT, SOURCE], asked(stop=[stop], **more)) for llm in both)
+        plain, fast = (llm.generate([EDIT, SOURCE], asked(stop=[stop], logprobs=0, **more)) for llm in both)
         for one, other in zip(plain, fast, strict=True):
             assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
                 other.text,
@@ -55,7 +55,16 @@ def test_a_stop_string_ends_the_text_among_accepted_drafts(both, more):
                 other.finish_reason,
                 other.stop_reason,
             )
-            assert len(other.metrics.token_times) == len(other.token_ids)
+            assert len(other.metrics.token_times) == len(other.token_ids) == len(other.logprobs)
+
+
+@pytest.mark.parametrize("bad_words", [(), (" smaller child", "heap[")])
+def test_penalties_and_bad_words_count_accepted_drafts_and_no_others(both, bad_words, monkeypatch):
+    monkeypatch.setattr(both[1].engine.step.pace, "drafts", lambda rows, accepted, batch: True)
+    params = asked(max_tokens=40, frequency_penalty=0.1, bad_words=list(bad_words))
+    (plain,), (fast,) = (llm.generate([EDIT], params) for llm in both)
+    assert fast.token_ids == plain.token_ids
+    assert len(set(fast.metrics.token_times)) < len(fast.token_ids)
 
 
 def test_a_streamed_text_is_the_same_in_whatever_pieces(both):

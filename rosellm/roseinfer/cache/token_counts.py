@@ -38,6 +38,8 @@ class TokenCounts:
     - 1 + the token that is barred after it, for the longest beginning of a word;
     - 1 if the output, except for its last token, ends with the beginning.
 
+    Steps that draft have further rows below, for the counts of drafts (``penalties.fork_counts``).
+
     call: ``Worker.call``; every rank's worker holds the table.
     """
 

@@ -32,6 +32,7 @@ from rosellm.roseinfer.cache.device_state import (
     TOKEN,
     DeviceState,
 )
+from rosellm.roseinfer.kernels import penalties
 from rosellm.roseinfer.kernels.advance import chosen_token, ends_row
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
@@ -64,18 +65,21 @@ class Verified:
     """The inputs of a step of R state rows with k draft tokens each.
 
     state: R * (k + 1) verify rows, those of each state row one after another. They copy the fields of their
-        state row except token, position and counts; a place without a draft is an inert row of temperature 0.
-        Block tables are copied only if ``columns`` is None.
+        state row except token, position and counts; a place without a draft is an inert row of temperature 0
+        without counts. Block tables are copied only if ``columns`` is None.
     columns: int32 ``[COLUMNS, R * pieces]``, the columns of ``prefill_tiles.tile_columns`` for one tile per
         state row, in the given number of pieces; its rows of the block table are the state rows. Or None.
     n_drafts: k.
     pieces: the number of pieces.
+    copies: the row of the table of ``TokenCounts`` that the first verify row has for itself; the next rows
+        follow. A draft has the counts of its own row if its state row has counts.
     """
 
     state: DeviceState
     columns: Tensor | None
     n_drafts: int
     pieces: int = 1
+    copies: int = 0
 
 
 def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified, drafted: bool = False) -> None:
@@ -105,6 +109,9 @@ def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified, drafted
             wide[row, 1 : counts[row], TOKEN] = drafts
             wide[row, 1 : counts[row], POSITION] = position + 1 + torch.arange(len(drafts)).int()
             wide[row, 1 : counts[row], TEMPERATURE] = state.rows[row, TEMPERATURE]
+            if state.counts[row] > 0:
+                first = 1 + verified.copies + row * (k + 1)
+                wide[row, 1 : counts[row], COUNTS] = first + torch.arange(1, counts[row]).int()
     if verified.columns is not None:
         own, starts = torch.tensor(counts, dtype=torch.int32), state.positions.clamp_min(0)
         _fill_columns(verified.columns.view(COLUMNS, rows, verified.pieces), own, starts, k + 1)
@@ -257,11 +264,10 @@ def _store_columns(column, stride, inside, first, count, start, row, piece, piec
 @triton.jit
 def _expand_kernel(
     rows_ptr, wide_ptr, columns_ptr, text_ptr, drafted_ptr, best_ptr, row_stride, wide_stride,
-    columns_stride, text_stride, n_chunks, N_WORDS: tl.constexpr, N_DRAFTS: tl.constexpr,
-    PIECES: tl.constexpr, CHUNKS: tl.constexpr,
-    PLACES: tl.constexpr, PIECES_PADDED: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
-    LIMIT: tl.constexpr, TEMPERATURE: tl.constexpr, COUNTS: tl.constexpr, PLACE_BITS: tl.constexpr,
-    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    columns_stride, text_stride, n_chunks, copies, N_WORDS: tl.constexpr, N_DRAFTS: tl.constexpr,
+    PIECES: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr, PIECES_PADDED: tl.constexpr,
+    TOKEN: tl.constexpr, POSITION: tl.constexpr, LIMIT: tl.constexpr, TEMPERATURE: tl.constexpr,
+    COUNTS: tl.constexpr, PLACE_BITS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the verify rows and the tile of one state row per program.
 
@@ -291,14 +297,15 @@ def _expand_kernel(
     places = tl.where(is_there, position + i, -1)
     tl.store(text + position, token, mask=position >= 0)
     first = row * (N_DRAFTS + 1)
+    own = tl.load(fields + COUNTS)
+    counts = tl.where(i == 0, own, tl.where(is_there & (own > 0), 1 + copies + first + i, 0))
     for begin in range(0, N_WORDS, WORDS):
         word = begin + tl.arange(0, WORDS)
         copied = tl.load(fields + word, mask=word < N_WORDS, other=0)[None, :]
         copied = tl.where((word == TOKEN)[None, :], tokens[:, None], copied)
         copied = tl.where((word == POSITION)[None, :], places[:, None], copied)
-        cleared = (word == COUNTS)[None, :] & (i > 0)[:, None]
-        cleared = cleared | ((word == TEMPERATURE)[None, :] & (is_there == 0)[:, None])
-        copied = tl.where(cleared, 0, copied)
+        copied = tl.where((word == COUNTS)[None, :], counts[:, None], copied)
+        copied = tl.where((word == TEMPERATURE)[None, :] & (is_there == 0)[:, None], 0, copied)
         target = wide_ptr + (first + i).to(tl.int64)[:, None] * wide_stride + word[None, :]
         tl.store(target, copied, mask=(i <= N_DRAFTS)[:, None] & (word < N_WORDS)[None, :])
     if columns_ptr is not None:
@@ -337,9 +344,8 @@ def propose(
     _expand_kernel[(rows,)](
         state.rows, wide, columns, texts.tokens, texts.wants_drafts, best, state.rows.stride(0),
         wide.stride(0), 0 if columns is None else columns.stride(0), texts.tokens.stride(0), n_chunks,
-        **sizes, **padded,
-        **fields, LIMIT=ADVANCED["LIMIT"], TEMPERATURE=TEMPERATURE, COUNTS=COUNTS, PLACE_BITS=PLACE_BITS,
-        **launch_options(dependent),
+        verified.copies, **sizes, **padded, **fields, LIMIT=ADVANCED["LIMIT"], TEMPERATURE=TEMPERATURE,
+        COUNTS=COUNTS, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
     )  # fmt: skip
 
 
@@ -488,6 +494,8 @@ class DraftKernels(NamedTuple):
     propose: Callable[..., None]
     accept: Callable[..., None]
     gather_uncached: Callable[..., None]
+    fork_counts: Callable[..., None]
+    count_accepted: Callable[..., None]
     dependent: bool = False
 
 
@@ -498,11 +506,15 @@ def draft_kernels(name: str, dependent: bool, drafted: bool = False) -> DraftKer
     drafted: whether a draft model drafts.
     """
     if name == "torch":
-        return DraftKernels(note_ref, partial(propose_ref, drafted=drafted), accept_ref, gather_uncached_ref)
+        counting_refs = penalties.fork_counts_ref, penalties.count_accepted_ref
+        proposing = partial(propose_ref, drafted=drafted)
+        return DraftKernels(note_ref, proposing, accept_ref, gather_uncached_ref, *counting_refs)
     return DraftKernels(
         partial(note, dependent=dependent),
         partial(propose, drafted=drafted, dependent=dependent),
         partial(accept, dependent=dependent),
         partial(gather_uncached, dependent=dependent),
+        partial(penalties.fork_counts, dependent=dependent),
+        partial(penalties.count_accepted, dependent=dependent),
         dependent,
     )

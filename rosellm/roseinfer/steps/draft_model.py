@@ -67,6 +67,7 @@ class DraftModel:
         """
         own, next_tokens = self._rows.first(len(state.rows)), self.prompts.next_tokens
         own.rows.copy_(state.rows)
+        own.counts.zero_()  # neither penalties nor biases
         mode = "filtered" if mode == "penalised" else mode
         variant = self.bind.variant(len(own.rows), self._longest, self._longest)
         layers, every_row = self.layers_for(len(own.rows)), self._every_row[: len(own.rows)]

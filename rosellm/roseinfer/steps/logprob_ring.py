@@ -21,16 +21,18 @@ NOBODY = np.zeros((3, 0), np.int64)
 
 
 class LogprobRing:
-    """A ring with the logprobs of the latest steps, in pinned memory: ``[ROUNDS, S, W]`` int32.
+    """A ring with the logprobs of the latest steps, in pinned memory: ``[ROUNDS, S * P, W]`` int32.
 
-    The entry of a row's r-th step is at ``[r % ROUNDS, row]``, like its token in the ring of the state, and
-    holds the result of ``likely_tokens``: W 32-bit integers. Logprobs are computed by kernels of their own
-    after the step, so a step in which no request wants them runs no extra kernel.
+    A step gives a row at most P tokens. The entry of the i-th token of a row's r-th step is at
+    ``[r % ROUNDS, row * P + i]``, and holds the result of ``likely_tokens``: W 32-bit integers. Logprobs are
+    computed by kernels of their own after the step, so a step in which no request wants them runs no extra
+    kernel.
 
-    state: the device state, whose tokens and rounds are read.
+    state: a device state of S * P rows, whose tokens and rounds are read.
     logits: maps final hidden states ``[n, C]`` of ``dtype`` to logits ``[n, V]``.
     store: ``kernels.store_likely``.
     graphs: captures the computation as CUDA graphs; if None, every kernel is launched from Python.
+    n_places: P.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class LogprobRing:
         config: Arch,
         dtype: torch.dtype,
         graphs: Graphs | None,
+        n_places: int = 1,
     ) -> None:
-        self._state, self._logits, self.store, self._graphs = state, logits, store, graphs
+        self.state, self._logits, self.store, self._graphs = state, logits, store, graphs
+        self.n_places = n_places
         device, words = state.rows.device, likely_words(config.vocab_size)
         sizes, is_pinned = (ROUNDS, len(state.rows), words), device.type == "cuda"
         self._ring = torch.zeros(sizes, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
@@ -56,8 +60,8 @@ class LogprobRing:
         """Start computing the logprobs of a step's new tokens, without waiting for the device.
 
         hidden: final hidden states ``[m, C]`` of the step, the latest one.
-        asking: int64 ``[3, n]``: per token, the row of ``hidden`` from which it was chosen, its row of the
-            device state, and how many most likely tokens are found beside it. The same array, unchanged, is
+        asking: int64 ``[3, n]``: per token, the row of ``hidden`` from which it was chosen, its row of
+            ``state``, and how many most likely tokens are found beside it. The same array, unchanged, is
             not sent again.
         """
         for first in range(0, asking.shape[1], SIZES[-1]):
@@ -69,12 +73,12 @@ class LogprobRing:
             torch.index_select(hidden, 0, self._inputs[:size], out=self._hidden[:size])
             run()
 
-    def read(self, rounds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    def read(self, rounds: np.ndarray, indices: np.ndarray, places: np.ndarray | int = 0) -> np.ndarray:
         """Return the entries ``[n, W]`` of finished steps.
 
-        rounds, indices: round and state row of each entry, ``[n]``.
+        rounds, indices, places: for each entry, the row's round, the row, and which of its tokens, ``[n]``.
         """
-        return self._ring.numpy()[rounds, indices]
+        return self._ring.numpy()[rounds, indices * self.n_places + places]
 
     def captures(self) -> list[Callable[[], object]]:
         """Return functions that capture the missing graphs, the largest first."""
@@ -108,6 +112,6 @@ class LogprobRing:
 
     def _find(self, size: int) -> None:
         _, slots, wanted = self._inputs[: 3 * size].view(3, size)
-        logits, state = self._logits(self._hidden[:size]).float(), self._state
+        logits, state = self._logits(self._hidden[:size]).float(), self.state
         given = {"logits": logits, "tokens": state.tokens, "rounds": state.rounds}
         self.store(**given, slots=slots, wanted=wanted, ring=self._ring)

@@ -276,12 +276,10 @@ class Planner:
     def _send_texts(self, sequences: list[Sequence], indices: list[int], positions: list[int]) -> None:
         """Send the known tokens of sequences, from which the device drafts.
 
-        Sequences whose next token depends on more than the tokens before it, or whose logprobs are requested,
-        get no drafts.
+        Sequences with ``min_tokens`` get no drafts: the host lifts their bans between steps.
         """
         rows, length = np.array(indices), self.width * self.blocks.block_size
-        plain = [s.params.is_penalised or s.logprobs is not None for s in sequences]
-        self.n_drafts[rows] = np.where(plain, 0, self._most_drafts)
+        self.n_drafts[rows] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
         known = [s.tokens[: n + 1] for s, n in zip(sequences, positions, strict=True)]
         places = [np.arange(len(own)) + index * length for own, index in zip(known, indices, strict=True)]
         cached = [min(s.n_prompt, n) for s, n in zip(sequences, positions, strict=True)]

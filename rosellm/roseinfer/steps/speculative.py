@@ -31,6 +31,7 @@ from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.verify_attention import fastest_variant, verify_attention
 from rosellm.roseinfer.layers.attention import PagedAttention
+from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
@@ -48,6 +49,11 @@ HEADS_AT_ONCE = 8  # query heads of a program, at most
 PROBE, MEDIAN_OF, MOST_TRIED, LASTING = 64, 5, 32, 4096  # steps
 LEAST, UNKNOWN = 1.05, 1.5  # how much longer a step takes if it drafts
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
+
+
+def verify_rows(n_rows: int, n_drafts: int) -> int:
+    """Return the maximum number of verify rows of a step; each has a row in the table of ``TokenCounts``."""
+    return min(n_rows * (n_drafts + 1), MOST_VERIFIED)
 
 
 class SpeculativeWorker(Worker):
@@ -74,10 +80,11 @@ class SpeculativeWorker(Worker):
         self.kernels, self.drafting = kernels, drafting
         self.n_drafts, self.invariant, self.draft = n_drafts, invariant, draft
         self._catch_ups: dict[int, Callable[[], object]] = {}
+        if draft is not None:
+            self.blocks.copy_on_ranks = partial(self.call, "copy_block")
         self.config = model.config
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
-        most = min(self.n_rows * (n_drafts + 1), MOST_VERIFIED)
-        self._wide = DeviceState(most, self.state.table.shape[1], self.device)
+        self._wide = DeviceState(verify_rows(self.n_rows, n_drafts), self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
         tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
         numbers = torch.zeros(2, self.n_rows, dtype=torch.int32, device=self.device)
@@ -118,6 +125,21 @@ class SpeculativeWorker(Worker):
         """Let the draft model cache the next tokens of the first ``rows`` state rows."""
         self._catch_up(rows)()
 
+    def find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
+        """Start computing logprobs of the latest step's tokens, as ``LogprobRing.begin`` does.
+
+        n_drafts: number of draft tokens that the step verified per row.
+        """
+        chosen, width = self.logprobs.state, n_drafts + 1
+        tokens, rounds = (x.view(self.n_rows, -1) for x in (chosen.tokens, chosen.rounds))
+        tokens[:, 0] = self.state.tokens
+        rounds.copy_(self.state.rounds[:, None])
+        if n_drafts:
+            assert self.hidden is not None
+            after = 1 + self._wide.positions[: len(self.hidden)].view(-1, width).long()
+            tokens[: len(after), :width] = self.texts.tokens[: len(after)].gather(1, after)
+        super().find_logprobs(asking)
+
     def _move_rows(self, source: Tensor, target: Tensor) -> None:
         super()._move_rows(source, target)
         for texts in (self.texts.tokens, self.texts.wants_drafts, self.texts.n_cached):
@@ -156,7 +178,8 @@ class SpeculativeWorker(Worker):
         if not self.invariant:
             columns = torch.empty(COLUMNS, rows * pieces, dtype=torch.int32, device=self.device)
         n_drafts = self.drafts_for(rows)
-        return Verified(self._wide.first(rows * (n_drafts + 1)), columns, n_drafts, pieces)
+        wide = self._wide.first(rows * (n_drafts + 1))
+        return Verified(wide, columns, n_drafts, pieces, copies=self.n_rows)
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         if not variant.startswith(VERIFY):
@@ -182,10 +205,16 @@ class SpeculativeWorker(Worker):
         return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
 
     def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
-        chooser = self.next_tokens.chooser
-        values, indices = chooser(hidden, verified.state, chooser.serving(mode, len(hidden)))
+        chooser, counted = self.next_tokens.chooser, None
+        mode = chooser.serving(mode, len(hidden))
+        if mode == "penalised":
+            counted = {"state": state, "wide": verified.state, "table": self.counts}
+            self.drafting.fork_counts(**counted)
+        values, indices = chooser(hidden, verified.state, mode)
         given = {"state": state, "texts": self.texts, "verified": verified}
         self.drafting.accept(**given, values=values, indices=indices)
+        if counted is not None:
+            self.drafting.count_accepted(**counted)
         if self.draft is not None:
             self.texts.n_cached[: len(state.rows)].copy_(state.positions)
 
@@ -370,7 +399,7 @@ class SpeculativeStep(ResidentStep):
         self._planes = self.worker.state.planes.numpy()
         self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
         self._latest_places = 1  # its verify rows per row
-        self._asking: tuple[np.ndarray, np.ndarray] | None = None  # of a plan, and of its verify rows
+        self._asking: tuple[np.ndarray, int, np.ndarray] | None = None  # a plan's, for drafts: of their rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
         """Return how many drafts the next step verifies per row; 0 if none pay."""
@@ -393,11 +422,13 @@ class SpeculativeStep(ResidentStep):
         self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
-        if n_drafts and asking.size:
-            if self._asking is None or self._asking[0] is not asking:
-                self._asking = asking, asking * np.array([[n_drafts + 1], [1], [1]])
-            asking = self._asking[1]
-        super()._find_logprobs(asking)
+        if not asking.size:
+            return
+        if self._asking is None or self._asking[0] is not asking or self._asking[1] != n_drafts:
+            (first, slot, wanted), i = asking[:, :, None], np.arange(n_drafts + 1)
+            every = first * len(i) + i, slot * len(self._planes) + i, wanted + 0 * i
+            self._asking = asking, n_drafts, np.stack(every).reshape(3, -1)
+        self._call("find_logprobs", self._asking[2], n_drafts)
 
     def _commit(self, begun: Begun) -> Done:
         self._latest_counts, self._latest_places = {}, begun.n_drafts + 1
@@ -415,11 +446,21 @@ class SpeculativeStep(ResidentStep):
         self.planner.accept(np.array([rows[i].index for i in live], int), counts[live], begun.n_drafts)
         n_chosen, chosen = counts.tolist(), planes.T.tolist()
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
-        given = {s: s.commit_all(chosen[i][n_chosen[i] - 1 :: -1]) for i in live if (s := sequences[i])}
+        given: dict[Sequence, int] = {}
+        new: list[tuple[int, int]] = []  # of sequences that ask: position within the batch, place
+        for i in live:
+            sequence = sequences[i]
+            cached = sequence.num_cached_tokens
+            given[sequence] = sequence.commit_all(chosen[i][n_chosen[i] - 1 :: -1])
+            if sequence.logprobs is not None:
+                end = sequence.num_cached_tokens - cached
+                new += [(i, place) for place in range(end - given[sequence], end)]
         failed = [s for s in given if s.finish_reason == "failed"]
         got = [s for s, n in given.items() if n]
-        if begun.has_logprobs:
-            self._give_logprobs(begun, live, set(got))
+        if new:
+            at, places = np.array(new).T
+            words = self.worker.logprobs.read(begun.rounds[at], indices[at], places)
+            add_likely([sequences[i] for i in at], words)
         self._free_ended([rows[i] for i in live])
         seconds = begun.clock.seconds_since(begun.since)
         return Done("decode", got, seconds, failed, [given[s] for s in got])

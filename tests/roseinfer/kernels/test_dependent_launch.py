@@ -34,6 +34,7 @@ KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_posi
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
 KERNELS |= {"_match", "_expand", "_verify_attention", "_choose", "_accept", "_note"}
+KERNELS |= {"_copy_counts", "_count_drafts"}
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ from rosellm.roseinfer.sampling import NOT_FINITE
 from tests.roseinfer.kernels.kernel_checks import every_twin
 
 WIDTH, LENGTH, STOPS = 7, CHUNK + 200, (3, 5)
+COPIES = 40  # rows of the table of counts before those of verify rows
 
 
 def drafted(text: list[int], most: int) -> list[int]:
@@ -77,6 +78,7 @@ class Rows:
             rows[row, TOKEN], rows[row, POSITION] = text[-1], INERT if self.inert[row] else len(text) - 1
             rows[row, LIMIT] = len(text) + rng.choice((1, 2, 3, k + 1, 99))
             rows[row, STOP], rows[row, ROUND] = rng.choice((-1, 3)), rng.randrange(64)
+            rows[row, COUNTS] = row % 3
         self.state.rows.copy_(rows)
         self.n_cached = torch.zeros(n_rows, dtype=torch.int32)
         self.texts = Texts(*(x.to(device) for x in (tokens, self.wants_drafts, self.n_cached)))
@@ -85,7 +87,7 @@ class Rows:
         columns = None
         if pieces is not None:
             columns = torch.full((COLUMNS, n_rows * pieces), -99, dtype=torch.int32, device=device)
-        self.verified = Verified(wide, columns, k, pieces or 1)
+        self.verified = Verified(wide, columns, k, pieces or 1, COPIES)
 
     def drafts(self, row: int) -> list[int]:
         text, limit = self.texts_of[row], int(self.state.limits[row])
@@ -120,6 +122,7 @@ def test_the_longest_suffix_that_occurs_again_is_continued_from_its_latest_place
 def test_each_row_is_verified_with_its_drafts(kernels: Kernels, device, seed, n_rows, k, pieces):
     made = Rows(seed, n_rows, k, device, pieces)
     state, before = made.state, made.state.rows.clone()
+    counted = (state.counts > 0).tolist()
     drafting(kernels).propose(state=state, texts=made.texts, verified=made.verified)
     assert torch.equal(state.rows, before)
     n_words = FIELDS if pieces else state.rows.shape[1]
@@ -133,7 +136,9 @@ def test_each_row_is_verified_with_its_drafts(kernels: Kernels, device, seed, n_
             expected = before[row, :n_words].clone()
             expected[POSITION] = len(text) - 1 + i if there else INERT
             expected[TEMPERATURE] *= there or (i == 0 and kernels.name == "torch")
-            expected[COUNTS] *= i == 0
+            if i:
+                own_row = 1 + COPIES + row * (k + 1) + i
+                expected[COUNTS] = own_row if there and counted[row] else 0
             if there and i:
                 expected[TOKEN] = drafts[i - 1]
             found = wide[i, :n_words].clone()

@@ -14,6 +14,7 @@ from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
 from rosellm.roseinfer.kernels.speculation import Texts, Verified
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -28,10 +29,10 @@ N_TOKENS = 30
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.9},
-    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.3},
-    "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}},
-    "late": {"temperature": 0.7, "min_tokens": 12},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "logprobs": 0},
+    "biased": {"temperature": 0.5, "logit_bias": {3: 4.0, 9: -1.0}, "allowed_token_ids": list(range(70))},
+    "late": {"temperature": 0.7, "min_tokens": 12, "logprobs": 1},
 }
 MODELS = {"gpt2": {}} | FAMILIES
 DEVICES = ["cpu", ON_GPU]
@@ -64,6 +65,8 @@ class Oracle:
             for i, token in enumerate(drafts, 1):
                 wide[row, i] = state.rows[row, : wide.shape[2]]
                 wide[row, i, TOKEN], wide[row, i, POSITION] = token, position + i
+                if state.counts[row]:
+                    wide[row, i, COUNTS] = 1 + verified.copies + row * (k + 1) + i
             if columns is not None:
                 columns[1, row] = 1 + len(drafts)
             self.n_drafted += len(drafts)
@@ -82,8 +85,7 @@ def drafting(engine: Engine, oracle: Oracle | None = None, often: float = 1.0) -
     rng = random.Random(1)
     engine.step.pace.drafts = lambda rows, accepted, batch: rng.random() < often
     if oracle is not None:
-        given = engine.step.worker.drafting
-        engine.step.worker.drafting = given._replace(propose=oracle.propose)
+        engine.step.worker.drafting = engine.step.worker.drafting._replace(propose=oracle.propose)
     return engine
 
 
@@ -97,6 +99,12 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], 
 def wishes(modes: list[str], n: int = N_TOKENS, **more: Any) -> list[SamplingParams]:
     own = [SAMPLED[mode] | more for mode in modes]
     return [SamplingParams(max_tokens=n + i, seed=i, ignore_eos=True, **one) for i, one in enumerate(own)]
+
+
+def likely(output: RequestOutput) -> list[float]:
+    """The tokens, ranks and logprobs of all places, in order."""
+    entries = [own for place in output.logprobs or () for own in place.items()]
+    return [number for token, own in entries for number in (token, own.rank, own.logprob)]
 
 
 def model_of(family: str, device: str = "cpu") -> Any:
@@ -121,6 +129,8 @@ def test_every_request_gets_the_tokens_of_single_steps(family, right, in_flight)
         engine = small_engine(model, recipe="speculative", speculative_tokens=k, **options)
         scheduler, outputs = run(drafting(engine, oracle, 0.7), prompts, params, **limits)
         assert [one.token_ids for one in outputs] == expected
+        for one, other in zip(outputs, plain, strict=True):
+            assert likely(one) == pytest.approx(likely(other), abs=1e-4)
         after_prefills = len(expected) + scheduler.preemptions
         assert scheduler.decode_tokens == sum(map(len, expected)) - after_prefills
         assert oracle.n_drafted
@@ -131,8 +141,8 @@ def test_every_request_gets_the_tokens_of_single_steps(family, right, in_flight)
 @pytest.mark.parametrize("device", DEVICES)
 def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device):
     model = model_of("qwen3", device)
-    prompts, params = random_prompts([3, 70, 9], seed=4), wishes(["greedy", "drawn", "filtered"])
-    params[0] = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
+    modes = ["greedy", "drawn", "filtered", "penalised", "biased", "late"]
+    prompts, params = random_prompts([3, 70, 9, 5, 30, 12], seed=4), wishes(modes, 25, logprobs=2)
     options = {"deterministic": True, "block_size": 64}
     _, plain = run(small_engine(model, **options), prompts, params)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, plain, strict=True)]
@@ -140,7 +150,8 @@ def test_deterministic_requests_get_the_same_logprobs_and_tokens_bitwise(device)
     oracle = Oracle(known, 0.8) if device == "cpu" else None
     _, outputs = run(drafting(engine, oracle), prompts, params)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
-    assert outputs[0].logprobs == plain[0].logprobs
+    assert [one.logprobs for one in outputs] == [one.logprobs for one in plain]
+    assert all(len(one.logprobs) == len(one.token_ids) for one in outputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -222,10 +233,10 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
     assert len(to_come) < len(prompts) - 2
 
 
-@pytest.mark.parametrize("k", [1, 7, 16])
-def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be(k):
+@pytest.mark.parametrize(("k", "mode"), [(1, "drawn"), (7, "penalised"), (7, "biased"), (16, "drawn")])
+def test_a_request_whose_drafts_are_all_right_takes_as_few_steps_as_there_can_be(k, mode):
     model, prompt = model_of("qwen2"), random_prompts([9], seed=2)[0]
-    params = wishes(["drawn"], n=40)
+    params = wishes([mode], n=40)
     plain = run(small_engine(model), [prompt], params)[1][0].token_ids
     engine = small_engine(model, recipe="speculative", speculative_tokens=k)
     scheduler, (output,) = run(drafting(engine, Oracle([prompt + plain], 1.0)), [prompt], params)
@@ -278,7 +289,7 @@ def test_rows_that_get_no_drafts_do_not_count_as_rows_whose_drafts_are_accepted(
     engine = small_engine(model_of("gpt2"), recipe="speculative")
     seen: list[float] = []
     engine.step.pace.drafts = lambda rows, accepted, batch: bool(seen.append(accepted)) or True
-    wishes_of_each = [{}] + [{"repetition_penalty": 1.2}] * 3
+    wishes_of_each = [{}] + [{"min_tokens": 5}] * 3
     params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **own) for own in wishes_of_each]
     run(engine, random_prompts([9] * 4, seed=3), params)
     assert 0 < max(seen) <= 0.25
@@ -321,7 +332,7 @@ def test_all_drafts_of_the_model_itself_are_accepted_after_plain_steps_too(famil
 @pytest.mark.parametrize("more", [{}, {"prefix_cache": True}, {"num_kv_blocks": 22}, {"deterministic": True}])
 @pytest.mark.parametrize("device", DEVICES)
 def test_whatever_a_draft_model_drafts_the_tokens_are_those_of_single_steps(device, more, in_flight):
-    """In chunks, from the prefix cache, after preemption, in deterministic mode."""
+    """In every mode, in chunks, from the prefix cache, after preemption, in deterministic mode."""
     config = small_config(n_positions=128)
     model, draft = (
         random_model(3, config).to(device),
@@ -329,7 +340,7 @@ def test_whatever_a_draft_model_drafts_the_tokens_are_those_of_single_steps(devi
     )
     first = random_prompts([20], seed=2)[0]
     prompts = [first, first + [5, 6], *random_prompts([3, 33, 9], seed=1), first[:17]]
-    params = wishes(["greedy", "drawn", "filtered"] * 2)
+    params = wishes(list(SAMPLED))
     _, plain = run(small_engine(model, **more), prompts, params)
     engine = drafting(draft_engine(model, draft, 5, **more), often=0.6)
     for _ in range(1 + ("prefix_cache" in more)):
