@@ -9,30 +9,13 @@ from time import perf_counter
 
 import torch
 
-from rosellm.lab.records.bench import AnyTokenizer, Done, Engine, SamplingParams, Transformer
+from rosellm.bench.drafts import CountingScheduler
+from rosellm.lab.records.bench import AnyTokenizer, Engine, SamplingParams, Transformer
 from rosellm.lab.records.records import Results
 from rosellm.roseinfer.kernels.speculation import drafts_after
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 Propose = Callable[[list[int], int], list[int] | None]
 
-_COPY = '''def copyfileobj(fsrc, fdst, length=0):
-    """copy data from file-like object fsrc to file-like object fdst"""
-    if not length:
-        length = COPY_BUFSIZE
-    fsrc_read = fsrc.read
-    fdst_write = fdst.write
-    while buf := fsrc_read(length):
-        fdst_write(buf)
-
-
-'''
-_RENAMED = _COPY.replace("length", "size")
-TEXTS = {
-    "edit": _COPY + "".join(_RENAMED.splitlines(keepends=True)[:4]),
-    "completion": "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_push(self):\n",
-    "prose": "Permission is hereby granted, free of charge, to any person obtaining a copy of this software",
-}
 DRAFTED = "one tile per row", "attention of prefills"  # versions in the record ``verify_steps``
 
 
@@ -50,19 +33,6 @@ class Run:
     seconds: float
 
 
-class _Counting(OfflineScheduler):
-    """A scheduler that keeps how many tokens each request gets in each decode step."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.counts: list[list[int]] = []
-
-    def record_step(self, done: Done, n_tokens: int) -> None:
-        super().record_step(done, n_tokens)
-        if done.kind == "decode" and n_tokens:
-            self.counts.append(done.counts or [1] * len(done.sequences))
-
-
 def generate(
     model: Transformer, tokenizer: AnyTokenizer, prompts: list[list[int]], new_tokens: int, n_drafts: int = 0
 ) -> Run:
@@ -72,8 +42,8 @@ def generate(
     rung = {"recipe": "speculative", "speculative_tokens": n_drafts} if n_drafts else {"recipe": "split_kv"}
     engine = Engine(model, tokenizer, **sizes, **rung)
     if n_drafts:
-        engine.step.pace.drafts = lambda rows, accepted: True
-    scheduler = _Counting(engine)
+        engine.step.pace.drafts = lambda rows, accepted, batch: True
+    scheduler = CountingScheduler(engine)
     start = perf_counter()
     outputs = scheduler.run(prompts, SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True))
     return Run([one.token_ids for one in outputs], scheduler.counts, perf_counter() - start)

@@ -82,11 +82,14 @@ class Verified:
     copies: int = 0
 
 
-def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified, drafted: bool = False) -> None:
+def propose_ref(
+    *, state: DeviceState, texts: Texts, verified: Verified, shortest: int | None = SHORTEST
+) -> None:
     """Append each row's last token to its text, draft its next tokens, and fill ``verified`` (reference).
 
     state: the R rows of the step.
-    drafted: whether a draft model has written k drafts after the last token of each row's text.
+    shortest: the fewest tokens of a suffix that must occur again; None if a draft model has written k drafts
+        after the last token of each row's text.
 
     A row gets fewer drafts, or none, if its text has no such suffix, or if it ends before.
     """
@@ -104,7 +107,7 @@ def propose_ref(*, state: DeviceState, texts: Texts, verified: Verified, drafted
         counts[row] = 1
         if texts.wants_drafts[row] and (most := min(k, limit - 2 - position)) > 0:
             written, text = texts.tokens[row, position + 1 :][:most], texts.tokens[row, : position + 1]
-            drafts = written if drafted else drafts_after(text, most)
+            drafts = written if shortest is None else drafts_after(text, most, shortest)
             counts[row] += len(drafts)
             wide[row, 1 : counts[row], TOKEN] = drafts
             wide[row, 1 : counts[row], POSITION] = position + 1 + torch.arange(len(drafts)).int()
@@ -128,11 +131,11 @@ def _fill_columns(columns: Tensor, counts: Tensor, starts: Tensor, apart: int) -
     columns[6], columns[7] = torch.arange(pieces, dtype=torch.int32), pieces
 
 
-def drafts_after(text: Tensor, most: int) -> Tensor:
+def drafts_after(text: Tensor, most: int, shortest: int = SHORTEST) -> Tensor:
     """Return at most ``most`` drafts for the tokens after ``text [n]``; none if no suffix occurs again.
 
-    Of the longest suffix, up to ``LONGEST`` tokens, the latest occurrence is continued. If it ends fewer than
-    ``most`` tokens before the text does, the tokens after it repeat.
+    Of the longest suffix, ``shortest`` to ``LONGEST`` tokens, the latest occurrence is continued. If it ends
+    fewer than ``most`` tokens before the text does, the tokens after it repeat.
     """
     last = len(text) - 1
     alive = text[:last] == text[last]  # [last], by the place at which an occurrence ends
@@ -143,10 +146,19 @@ def drafts_after(text: Tensor, most: int) -> Tensor:
         alive[:back] = False
         alive[back:] &= text[: last - back] == text[last - back]
         length += alive
-    if not last or (longest := int(length.max())) < SHORTEST:
+    if not last or (longest := int(length.max())) < shortest:
         return text[:0]
     end = int((length == longest).nonzero()[-1])
     return text[end + 1 + torch.arange(most) % (last - end)]
+
+
+def chosen_ref(values: Tensor | None, indices: Tensor) -> Tensor:
+    """Return the token chosen in each row, ``[n]``; arguments as in ``advance_ref`` (torch reference)."""
+    if values is None:
+        return indices[:, 0]
+    best = values.max(dim=1, keepdim=True).values
+    tokens = torch.where(values == best, indices, INT32_MAX).min(dim=1).values
+    return torch.where(best[:, 0].isinf(), NOT_FINITE, tokens)
 
 
 def accept_ref(
@@ -160,12 +172,7 @@ def accept_ref(
     so on; the planes after them receive INERT.
     """
     k, rows = verified.n_drafts, len(state.rows)
-    tokens = indices[:, 0]
-    if values is not None:
-        best = values.max(dim=1, keepdim=True).values
-        tokens = torch.where(values == best, indices, INT32_MAX).min(dim=1).values
-        tokens = torch.where(best[:, 0].isinf(), NOT_FINITE, tokens)
-    chosen = tokens.view(rows, k + 1).int()
+    chosen = chosen_ref(values, indices).view(rows, k + 1).int()
     drafts, places = (x.view(rows, k + 1) for x in (verified.state.tokens, verified.state.positions))
     positions, stops = state.positions[:, None], state.stops[:, None]
     stopped = (chosen == stops) | ((stops >= 0) & torch.isin(chosen, state.stop_tokens))
@@ -316,20 +323,21 @@ def _expand_kernel(
 
 
 def propose(
-    *, state: DeviceState, texts: Texts, verified: Verified, drafted: bool = False, dependent: int = False
-) -> None:
+    *, state: DeviceState, texts: Texts, verified: Verified, shortest: int | None = SHORTEST,
+    dependent: int = False,
+) -> None:  # fmt: skip
     """Append last tokens, draft, and fill ``verified`` as :func:`propose_ref` does, in Triton.
 
     dependent: the launch mode, as in ``launch_options``.
     """
     rows, n_chunks, k = len(state.rows), cdiv(texts.tokens.shape[1], CHUNK), verified.n_drafts
-    best = None if drafted else texts.tokens.new_empty(rows, n_chunks)
+    best = None if shortest is None else texts.tokens.new_empty(rows, n_chunks)
     fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
     strides = state.rows.stride(0), texts.tokens.stride(0)
     if best is not None:
         _match_kernel[(rows, n_chunks)](
             state.rows, texts.tokens, texts.wants_drafts, best, *strides, **fields, LONGEST=LONGEST,
-            SHORTEST=SHORTEST, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
+            SHORTEST=shortest, CHUNK=CHUNK, PLACE_BITS=PLACE_BITS, **launch_options(dependent),
         )  # fmt: skip
     wide, columns = verified.state.rows, verified.columns
     n_words = state.rows.shape[1] if columns is None else FIELDS
@@ -359,6 +367,18 @@ def _choose_kernel(
     launch_dependents(DEPENDENT)
     place = tl.program_id(0)
     tl.store(chosen_ptr + place, chosen_token(values_ptr, indices_ptr, place, TILES, WIDTH, NOT_FINITE))
+
+
+def choose(values: Tensor | None, indices: Tensor, dependent: int = False) -> Tensor:
+    """Return chosen tokens as :func:`chosen_ref` does, in Triton. dependent: the launch mode."""
+    if values is None:
+        return indices[:, 0]
+    rows, tiles = indices.shape
+    chosen = indices.new_empty(rows)
+    _choose_kernel[(rows,)](
+        values, indices, chosen, tiles, next_power_of_2(tiles), NOT_FINITE, **launch_options(dependent)
+    )
+    return chosen
 
 
 @triton.jit
@@ -407,13 +427,7 @@ def accept(
     dependent: int = False,
 ) -> None:  # fmt: skip
     """Advance rows as :func:`accept_ref` does, in Triton. dependent: the launch mode."""
-    k, rows, chosen = verified.n_drafts, len(state.rows), indices
-    if values is not None:
-        chosen = indices.new_empty(len(indices))
-        tiles = indices.shape[1]
-        _choose_kernel[(len(indices),)](
-            values, indices, chosen, tiles, next_power_of_2(tiles), NOT_FINITE, **launch_options(dependent)
-        )
+    k, rows, chosen = verified.n_drafts, len(state.rows), choose(values, indices, dependent)
     wide, planes, text = verified.state.rows, state.planes, texts.tokens
     strides = state.rows.stride(0), wide.stride(0), planes.stride(0), planes.stride(1), text.stride(0)
     _accept_kernel[(rows,)](
@@ -505,13 +519,14 @@ def draft_kernels(name: str, dependent: bool, drafted: bool = False) -> DraftKer
     dependent: whether to use programmatic dependent launch.
     drafted: whether a draft model drafts.
     """
+    shortest = None if drafted else SHORTEST
     if name == "torch":
         counting_refs = penalties.fork_counts_ref, penalties.count_accepted_ref
-        proposing = partial(propose_ref, drafted=drafted)
+        proposing = partial(propose_ref, shortest=shortest)
         return DraftKernels(note_ref, proposing, accept_ref, gather_uncached_ref, *counting_refs)
     return DraftKernels(
         partial(note, dependent=dependent),
-        partial(propose, drafted=drafted, dependent=dependent),
+        partial(propose, shortest=shortest, dependent=dependent),
         partial(accept, dependent=dependent),
         partial(gather_uncached, dependent=dependent),
         partial(penalties.fork_counts, dependent=dependent),

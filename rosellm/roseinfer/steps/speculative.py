@@ -385,6 +385,20 @@ class Pace:
         return max(LEAST, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
 
 
+class Always(Pace):
+    """A pace at which every step drafts, or none."""
+
+    def __init__(self, drafts: bool = True) -> None:
+        super().__init__()
+        self._drafts = drafts
+
+    def rests(self, batch: Batch) -> bool:
+        return False
+
+    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
+        return self._drafts
+
+
 class SpeculativeStep(ResidentStep):
     """A resident step that may give each row several tokens at once.
 

@@ -1,0 +1,180 @@
+"""The time of a step that verifies drafts: ``python -m rosellm.bench verify --drafts 1,3,7,15``.
+
+Steps with and without drafts of one engine take turns, after prompts of random ids. Every row has as many
+drafts as asked. With ``--traces``, a record of ``rosellm.bench drafts``, whole runs follow in which every
+step accepts as many drafts as the steps of that record did, whatever the model chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rosellm.bench.options import add_device_options, add_record_option, count, counts
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.steps import SKIPPED
+from rosellm.errors import RoseError
+from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.loading import LOAD_FORMATS, load_parts
+from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
+from rosellm.roseinfer.kernels.speculation import Texts, Verified, choose, chosen_ref
+from rosellm.roseinfer.recipe import speculating
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.planner import batch_bucket
+from rosellm.roseinfer.steps.speculative import Always, SpeculativeStep
+
+STEPS, RUN_STEPS = 24, 40  # of a turn, and of a whole run
+
+
+def add_to(parser: ArgumentParser) -> None:
+    """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
+    _title, parser.description = __doc__.strip().split("\n\n")
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--rows", **counts((1, 8, 64), 256), help="sequences that decode together")
+    add("--drafts", **counts((1, 3, 7, 15), MOST_DRAFTS), help="draft tokens of every row and step")
+    add("--prompt-tokens", **counts((64,), 1 << 20), help="length of every prompt, random ids")
+    add("--turns", **count(3), help="turns of each kind of step")
+    add("--traces", type=Path, metavar="FILE", help="a record of rosellm.bench drafts")
+    add("--model", default=SHIPPED, help="hub id, local folder or a shipped model")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
+    add_record_option(parser)
+    add_device_options(parser)
+
+
+def run(given: Namespace) -> None:
+    """Measure, print a table, and write the record if asked for."""
+    if given.json:
+        check_writable(given.json)
+    traces = read_traces(given.traces) if given.traces else {}
+    gpt, tokenizer = load_parts(given.model, given.device, given.dtype, given.load_format)
+    length = max(given.prompt_tokens) + (max(given.drafts) + 1) * (max(STEPS, RUN_STEPS) + 4)
+    sizes = {"max_batch_size": max(given.rows), "max_model_len": length, "warm_up": False}
+    figures: dict[str, Any] = {}
+    for k in given.drafts:
+        recipe = speculating(None, "ngram", gpt.device)
+        engine = Engine(gpt, tokenizer, recipe=recipe, speculative_tokens=k, **sizes)
+        bench = Bench(engine, k)
+        for rows in given.rows:
+            if bench.step.worker.drafts_for(min(batch_bucket(rows), max(given.rows))) < k:
+                continue  # such steps verify fewer drafts
+            for prompt_tokens in given.prompt_tokens:
+                found = bench.steps(rows, prompt_tokens, given.turns)
+                key = f"{rows} × {prompt_tokens}"
+                figures.setdefault(key, {})[k] = found
+                plain, verify = median(found["plain"]), median(found["verify"])
+                ratio = verify / plain
+                print(f"{key:>10}, {k:2} drafts: {plain:8.0f} → {verify:8.0f} µs, {ratio:.2f}", flush=True)
+            for name, counts_of_steps in traces.items():
+                each, seconds = bench.replayed(rows, given.prompt_tokens[0], counts_of_steps, given.turns)
+                replayed = {"tokens_per_step": each, "seconds_per_step": seconds}
+                figures[f"{rows} × {given.prompt_tokens[0]}"][k].setdefault("replayed", {})[name] = replayed
+                gain = each * median(seconds["plain"]) / median(seconds["drafting"])
+                print(f"{'':10}  {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
+        del engine, bench
+    if given.json:
+        facts = {"model": Path(given.model).name, "load_format": given.load_format, "figures": figures}
+        write_record(given.json, new_record("verify_steps", gpt.device, **facts))
+
+
+def read_traces(file: Path) -> dict[str, list[int]]:
+    """Return text → tokens of every step, of drafts from the text; raise ``RoseError`` for another file."""
+    try:
+        figures = json.loads(file.read_text())["figures"]
+        return {name: own["tokens of every step"]["ngram"] for name, own in figures.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RoseError(f"{str(file)!r} is not a record of rosellm.bench drafts ({error})") from error
+
+
+class Bench:
+    """An engine whose steps draft ``k`` tokens per row when they are asked to, from any text.
+
+    A replayed run reads from ``trace`` how many tokens each step gives. Seven small operators then replace
+    the drafts by right and wrong ones, after the model has chosen.
+    """
+
+    def __init__(self, engine: Engine, k: int) -> None:
+        assert isinstance(engine.step, SpeculativeStep)
+        self.engine, self.step, self.k = engine, engine.step, k
+        worker, drafting = engine.step.worker, engine.step.worker.drafting
+        self._choose: Callable[..., Tensor] = chosen_ref if engine.kernels.name == "torch" else choose
+        self._accept = drafting.accept
+        propose = partial(drafting.propose, shortest=0)
+        worker.drafting = drafting._replace(propose=propose, accept=self._accept_by_trace)
+        device = engine.device
+        self._trace = torch.zeros(RUN_STEPS + 8, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._place = torch.arange(1, k + 1, device=device)
+
+    def _accept_by_trace(
+        self, *, state: Any, texts: Texts, verified: Verified, values: Tensor | None, indices: Tensor
+    ) -> None:
+        chosen = self._choose(values, indices)
+        pairs, drafts = (x.view(-1, self.k + 1) for x in (chosen, verified.state.tokens))
+        is_wrong = self._place >= self._trace.index_select(0, self._step)
+        drafts[:, 1:] = pairs[:, :-1] + is_wrong
+        self._step.add_(1).remainder_(len(self._trace))
+        self._accept(state=state, texts=texts, verified=verified, values=None, indices=chosen[:, None])
+
+    def steps(self, rows: int, prompt_tokens: int, turns: int) -> dict[str, list[float]]:
+        """Return the median µs of steps without and with drafts, for each turn."""
+        kinds = {"plain": False, "verify": True}
+        for drafts in kinds.values():
+            self._run(rows, prompt_tokens, drafts, STEPS)
+        found: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(turns):
+            for name, drafts in kinds.items():
+                seconds, _ = self._run(rows, prompt_tokens, drafts, STEPS)
+                found[name].append(median(seconds[SKIPPED:]) * 1e6)
+        return found
+
+    def replayed(
+        self, rows: int, prompt_tokens: int, given: list[int], turns: int
+    ) -> tuple[float, dict[str, list[float]]]:
+        """Return seconds per step of runs whose steps each give as many tokens as ``given``.
+
+        given: tokens of every step; at most k + 1 of them count.
+
+        Returns the mean number of tokens per step, and the seconds of all turns, without and with drafts.
+        """
+        counts_of_steps = [min(n, self.k + 1) for n in given]
+        repeated = (counts_of_steps * len(self._trace))[: len(self._trace)]
+        self._trace.copy_(torch.tensor(repeated))
+        found: dict[str, list[float]] = {"plain": [], "drafting": []}
+        for _ in range(turns):
+            for name, drafts in (("plain", False), ("drafting", True)):
+                self._step.zero_()
+                found[name].append(self._run(rows, prompt_tokens, drafts, RUN_STEPS)[1] / RUN_STEPS)
+        self._trace.zero_()
+        return mean(repeated[:RUN_STEPS]), found
+
+    def _run(self, rows: int, prompt_tokens: int, drafts: bool, n_steps: int) -> tuple[list[float], float]:
+        """Take decode steps; return the seconds of each by the device's clock, and of all by the host's."""
+        engine, step, draw = self.engine, self.step, random.Random(0)
+        params = SamplingParams(temperature=0.0, max_tokens=(self.k + 1) * (n_steps + 3), ignore_eos=True)
+        vocab = engine.config.vocab_size
+        prompts = [[draw.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(rows)]
+        sequences: list[Sequence] = [engine.make_sequence(prompt, params) for prompt in prompts]
+        engine.prefill(sequences)
+        step.pace = Always(drafts)
+        seconds: list[float] = []
+        start = perf_counter()
+        for _ in range(n_steps):
+            engine.begin_decode(sequences)
+            seconds += [done.seconds for done in step.collect(leave=step.run_ahead)]
+        seconds += [done.seconds for done in step.collect()]
+        taken = perf_counter() - start
+        for sequence in sequences:
+            engine.release(sequence)
+        return seconds, taken
