@@ -16,7 +16,7 @@ from rosellm.lab.records.records import _rivals_file, find
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.verify_attention import fastest_variant
 from rosellm.roseinfer.recipe import BEST_RUNG
-from tests.claims.reading import ROOT, falsified, number, rows, wrong
+from tests.claims.reading import ROOT, falsified, number, rows, said, wrong
 
 busy = load_exhibit("busy")
 
@@ -202,6 +202,9 @@ def whole_runs(text: str) -> Claims:
         n, new, prompt = (run[key] for key in ("requests", "new_tokens", "prompt_tokens"))
         assert (RECORDED.get(name, name), size) == (model, f"{n} × {new} after {prompt:,}")
         claims.append((n * (prompt if new == 1 else new) / median(run["seconds"]), speed))
+    short, long = list(figures["Llama-3.1-8B"].values())[-2:]
+    prefill_s = 16 * 8192 / (64 * 2048 / median(short["seconds"]))
+    assert prefill_s / median(long["seconds"]) > 0.5 and "take more than half of their run" in text
     return claims
 
 
@@ -231,22 +234,107 @@ def verify_table(text: str) -> Claims:
     return claims
 
 
+def host_of_w3(text: str) -> Claims:
+    """How much longer W3 takes outside prefills and steps: more than half of what it takes longer."""
+    runs = H200.figures("workloads_since", "gpt2", "W3")
+    ms = {
+        when: [
+            1e3 * (whole - prefill - decode)
+            for kinds in zip(
+                *(runs[when][f"{kind}seconds"] for kind in ("", "prefill_", "decode_")), strict=True
+            )
+            for whole, prefill, decode in zip(*kinds, strict=True)
+        ]
+        for when in ("before", "now")
+    }
+    longer = median(ms["now"]) - median(ms["before"])
+    whole = [1e3 * median(chain(*runs[when]["seconds"])) for when in ("before", "now")]
+    assert "loses time mostly outside prefills and steps" in text and longer > 0.5 * (whole[1] - whole[0])
+    return [(longer, said(text, r"takes ([\d.]+) ms longer")[0])]
+
+
 def first_tokens(text: str) -> Claims:
-    """The median of each process, in the order of the page."""
-    said = re.search(
-        r"take ([\d.]+) ms and ([\d.]+) ms in.*?took ([\d.]+) ms and ([\d.]+) ms.*?takes ([\d.]+) ms",
-        text,
-        re.S,
+    """Medians of Qwen3-0.6B and Llama-3.2-1B, in the order of the page."""
+    (section,) = re.findall(r"### A first token\n(.*?)\n###", text, re.DOTALL)
+    figures, found = H200.figures("last_trials", "first token").values(), []
+    for name in ("LLM.generate", "engine.prefill"):
+        found += [one[name]["median_ms"] for one in figures]
+    found += [median(one["device_ms"]["two graphs"]) for one in figures]
+    for name in ("two graphs", "one graph"):
+        turns = (one["copy, graphs and synchronization"][name] for one in figures)
+        found += [median(turn["median_ms"] for turn in one) for one in turns]
+    return list(zip(found, re.findall(r"([\d.]+)\sms", section), strict=True))
+
+
+def item_with(text: str, words: str) -> str:
+    """The one list item with these words, on one line."""
+    (item,) = (one for one in text.split("\n- ") if words in one)
+    return " ".join(item.split())
+
+
+def cache_hints(text: str) -> Claims:
+    """Steps with cache hints as multiples of steps without: two small models, then two Llamas."""
+    steps = {
+        model: [median(chain(*one["cache hints"])) / median(chain(*one["as it is"])) for one in each.values()]
+        for model, each in H200.figures("last_trials", "cache hints").items()
+    }
+    small, large = steps["gpt2"] + steps["Qwen3-0.6B"], steps["Llama-3.2-1B"] + steps["Llama-3.1-8B"]
+    item = item_with(text, "Cache hints")
+    sizes = {tuple(each) for each in H200.figures("last_trials", "cache hints").values()}
+    assert {(one[0], one[-1]) for one in sizes} == {said(item, r"with (\d+) to (\d+) sequences")}
+    found = [*re.findall(r"([\d.]+) to ([\d.]+)[;.]", item)[0], *said(item, r"-8B: ([\d.]+) to ([\d.]+)\.")]
+    values = [min(small), max(small), min(large), max(large), 100 * (1 - min(large))]
+    return list(zip(values, [*found, *said(item, r"at most (\d+)%")], strict=True))
+
+
+def algorithms(text: str) -> Claims:
+    """A layer's GEMMs by the fastest algorithms, as multiples of F.linear and of the first algorithm."""
+    item, spans, of_first, single = item_with(text, "Other cuBLASLt algorithms"), {}, [], []
+    for model, gemms in H200.figures("last_trials", "GEMMs").items():
+        of_linear = []
+        for n in next(iter(gemms.values())):
+            us = [
+                {name: median(turns) for name, turns in one[n]["turns_us"].items()} for one in gemms.values()
+            ]
+            best = [min(time for name, time in one.items() if name != "F.linear") for one in us]
+            single += [time / one["F.linear"] for time, one in zip(best, us, strict=True)]
+            of_linear.append(sum(best) / sum(one["F.linear"] for one in us))
+            of_first.append(sum(best) / sum(one["algorithm 0"] for one in us))
+        spans[model] = min(of_linear), max(of_linear)
+    sizes = said(item, r"of (\d+) to ([\d,]+) tokens .* of the 8 that cuBLASLt")
+    assert (list(gemms["qkv"])[0], list(gemms["qkv"])[-1]) == (sizes[0], sizes[1].replace(",", ""))
+    claims: Claims = []
+    for name in ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B", "GPT-2 small"):
+        found = said(item, rf"{name}: ([\d.]+) to ([\d.]+);")
+        claims += zip(spans[RECORDED.get(name, name)], found, strict=True)
+    found = said(
+        item, r"single GEMM: ([\d.]+)\. .* same way: ([\d.]+) to ([\d.]+)\. .* most (\d+)% of the GEMMs"
     )
-    assert said
-    figures = H200.figures("first_token")
-    runs = [
-        *figures["Qwen3-0.6B"]["after"],
-        *figures["Qwen3-0.6B"]["before"],
-        *figures["Llama-3.2-1B"]["after"],
-    ]
-    assert all(0.2 < one["median_ms"] - one["engine_prefill_ms"] < 0.35 for one in runs)
-    return list(zip((one["median_ms"] for one in runs), said.groups(), strict=True))
+    values = min(single), min(of_first), max(of_first), 100 * (1 - min(of_first))
+    return [*claims, *zip(values, found, strict=True)]
+
+
+def mixed_passes(text: str) -> Claims:
+    """The share of a run if each prefill beside decoding rows saved a step of the 99th percentile."""
+    prefills = {name: one["prefills"] for name, one in H200.figures("last_trials", "prefills").items()}
+    steps = {"gpt2": H200.figures("one_pass", "runs", "apart", "repeats")}
+    for model in ("Llama-3.2-1B", "Llama-3.1-8B"):
+        steps[model] = H200.by_model("MIX")[model]["results"]["offline"]["repeats"]
+
+    def saved(model: str, name: str, least: int) -> float:
+        run_s = median(chain(*H200.figures("workloads_since", model, name, "now", "seconds")))
+        step_s = median(one["decode_step_p99_s"] for one in steps[model])
+        return 100 * step_s / run_s * sum(rows > 0 and tokens >= least for tokens, _, rows in prefills[name])
+
+    w8 = H200.figures("workloads_since", "gpt2", "W8", "now")
+    free = 100 * median(chain(*w8["prefill_seconds"])) / median(chain(*w8["seconds"]))
+    words = (
+        r"about ([\d.]+)% of MIX; of W8 ([\d.]+)% with prefills of at least (\d+) tokens, and ([\d.]+)% even"
+    )
+    mix, large, least, whole = said(item_with(text, "Prompt tokens in the decode step's pass"), words)
+    bounds = saved("gpt2", "W8", int(least)), free
+    both = max(saved(model, "MIX", 1) for model in ("Llama-3.2-1B", "Llama-3.1-8B"))
+    return [(both, mix), *zip(bounds, (large, whole), strict=True)]
 
 
 def trials(text: str) -> Claims:
@@ -255,10 +343,10 @@ def trials(text: str) -> Claims:
     for record, names in TRIALS.items():
         (item,) = (one for one in text.split("\n- ") if f"{record}.json" in one)
         figures = H200.figures(record)
-        for name, said in zip(names, re.findall(r"([\d.]+) to\s+([\d.]+)[;.]", item), strict=True):
+        for name, span in zip(names, re.findall(r"([\d.]+) to\s+([\d.]+)[;.]", item), strict=True):
             steps = [one for model in figures[name].values() for one in model.values()]
             found = [median(one.pop(name)) / median(*one.values()) for one in map(dict, steps)]
-            claims += zip((min(found), max(found)), said, strict=True)
+            claims += zip((min(found), max(found)), span, strict=True)
     return claims
 
 
@@ -277,7 +365,8 @@ CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "README.md": (results_table, single_streams),
     "docs/performance.md": (
         *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, first_tokens, prompts_table),
-        *(since_table, verify_table),
+        *(since_table, host_of_w3, verify_table),
+        *(cache_hints, algorithms, mixed_passes),
         *(single_streams, recorded_streams, trials),
     ),
 }
