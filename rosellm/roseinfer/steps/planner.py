@@ -19,7 +19,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-FIRST_GUESS, SMOOTHING = 1.0, 0.2  # accepted draft tokens per step
+SMOOTHING = 0.2  # of the mean number of accepted draft tokens per step
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,8 @@ class Planner:
     reserved: number of its tokens that have slots in the KV cache.
     longest: its maximum number of tokens.
     n_drafts: number of draft tokens that a step may verify for it.
-    accepted: mean number of its draft tokens that a step accepts, of late; at first ``FIRST_GUESS``. Float64.
+    accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64. For steps
+        in flight, none are assumed to be accepted.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
 
@@ -97,6 +98,7 @@ class Planner:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self._most_drafts = n_drafts
         self._n_drafting = 0  # steps in flight that verify drafts
+        self._without_text: set[Sequence] = set()  # sequences whose text has not been sent
         self.n_behind = 0  # the most tokens of a row that a draft model may not have cached
         self.counts = TokenCounts(n_rows, call)
         self.accepted = np.zeros(n_rows)
@@ -164,11 +166,15 @@ class Planner:
         for index, sequence, position in zip(indices, sequences, positions, strict=True):
             self.left[index], self.position[index] = sequence.max_length - position - 1, position
             self.reserved[index] = self.blocks.tokens_reserved(sequence.block_ids)
-            self.longest[index], self.accepted[index] = sequence.max_length, FIRST_GUESS
+            self.longest[index], self.accepted[index] = sequence.max_length, np.nan
         self._left_behind.difference_update(indices)
         self._running = None
         if self._most_drafts and sequences:
-            self._send_texts(sequences, indices, positions)
+            self._without_text.update(sequences)
+            self.n_drafts[indices] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
+            self.n_behind = max(
+                self.n_behind, *(n - s.n_prompt for s, n in zip(sequences, positions, strict=True))
+            )
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
@@ -180,6 +186,7 @@ class Planner:
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
         self.counts.drop(row.sequence)
+        self._without_text.discard(row.sequence)
         self._running = None
 
     def release(self, sequence: Sequence) -> None:
@@ -241,7 +248,10 @@ class Planner:
             were not accepted.
         """
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
-        drafts = np.minimum(self.n_drafts[batch.indices], n_drafts) if n_drafts else 0
+        drafts: np.ndarray | int = 0
+        if n_drafts:
+            drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
+            self.accepted[batch.indices] *= np.where(drafts > 0, 1 - SMOOTHING, 1)
         self._n_drafting += n_drafts > 0
         self.n_behind = 0 if n_drafts else self.n_behind + 1
         self.position[batch.indices] += 1 + drafts
@@ -256,12 +266,17 @@ class Planner:
         """
         drafts = np.minimum(self.n_drafts[indices], n_drafts)
         self.position[indices] -= drafts + 1 - counts
-        errors = np.where(drafts > 0, counts - 1 - self.accepted[indices], 0.0)
-        self.accepted[indices] += SMOOTHING * errors
+        self.accepted[indices] += SMOOTHING * (counts - 1)
         self.left[indices] = np.maximum(self.left[indices] - (counts - 1), 0)
         if not self.left[indices].all():
             self._running = None
         self._n_drafting -= 1
+
+    def guess(self, indices: np.ndarray, accepted: float) -> bool:
+        """Expect ``accepted`` draft tokens of rows about which nothing is known; return whether any are."""
+        is_unknown = np.isnan(self.accepted[indices])
+        self.accepted[indices[is_unknown]] = accepted
+        return bool(is_unknown.any())
 
     def last_tokens(self, batch: Batch) -> list[int]:
         """Return the token that each row received in its latest step, which must have ended."""
@@ -273,17 +288,20 @@ class Planner:
             self._at[row.index] = row
         return self._row_of[sequence]
 
-    def _send_texts(self, sequences: list[Sequence], indices: list[int], positions: list[int]) -> None:
-        """Send the known tokens of sequences, from which the device drafts.
+    def send_texts(self, batch: Batch) -> None:
+        """Send the known tokens of rows for which no step has drafted yet; the device adds those in flight.
 
         Sequences with ``min_tokens`` get no drafts: the host lifts their bans between steps.
         """
-        rows, length = np.array(indices), self.width * self.blocks.block_size
-        self.n_drafts[rows] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
-        known = [s.tokens[: n + 1] for s, n in zip(sequences, positions, strict=True)]
-        places = [np.arange(len(own)) + index * length for own, index in zip(known, indices, strict=True)]
-        cached = [min(s.n_prompt, n) for s, n in zip(sequences, positions, strict=True)]
-        self.n_behind = max(self.n_behind, *np.subtract(positions, cached).tolist())
+        if self._without_text.isdisjoint(batch.sequences):
+            return
+        pairs = zip(batch.sequences, batch.indices.tolist(), strict=True)
+        new = [pair for pair in pairs if pair[0] in self._without_text]
+        self._without_text.difference_update(s for s, _ in new)
+        rows, length = np.array([index for _, index in new]), self.width * self.blocks.block_size
+        known = [s.tokens for s, _ in new]
+        cached = [min(s.n_prompt, s.num_cached_tokens) for s, _ in new]
+        places = [np.arange(len(own)) + index * length for own, (_, index) in zip(known, new, strict=True)]
         words = np.concatenate((rows, self.n_drafts[rows] > 0, cached, *places, *known)).astype(np.int32)
         self._call("write_texts", words, len(rows))
 

@@ -7,6 +7,7 @@ more than it saves.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,8 +47,11 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-PROBE, MEDIAN_OF, MOST_TRIED, LASTING = 64, 5, 32, 4096  # steps
+FIRST_REST, LONGEST_REST = 24.0, 192.0  # plain steps per plain step's time that a step that drafts costs
+MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
 LEAST, UNKNOWN = 1.05, 1.5  # how much longer a step takes if it drafts
+FIRST_GUESS = 1.3  # accepted drafts of a new row, as a multiple of those that pay; less if these are many
+MANY = 1.0
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
 
 
@@ -92,6 +96,7 @@ class SpeculativeWorker(Worker):
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
         self.in_one_tile = not (invariant or self.config.window) and is_stock(kernels, "append_and_attend")
         self._attention = partial(verify_attention, dependent=drafting.dependent)
+        self._prompt_layers_for = packed.layers_for
         self._layers_for = self.layers_for if invariant or self.in_one_tile else packed.layers_for
         self._launch = {}
         on_gpu = self.device.type == "cuda"
@@ -202,7 +207,10 @@ class SpeculativeWorker(Worker):
             attend = self._attend_in_one_tile(state, wide, chosen)
         else:
             attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
-        return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
+        layers_for = self._layers_for
+        if self.in_one_tile and chosen.pieces and len(state.rows) > 2:  # each piece would add up ranges of K
+            layers_for = self._prompt_layers_for
+        return layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
 
     def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
         chooser, counted = self.next_tokens.chooser, None
@@ -324,7 +332,7 @@ class Pace:
     """Decides from measurements whether the next step of a batch drafts.
 
     A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
-    not pay, a single step drafts from time to time, to count how many are accepted.
+    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted.
     """
 
     def __init__(self) -> None:
@@ -332,7 +340,8 @@ class Pace:
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._latest: tuple[Kind | None, int] = None, 0  # of the steps that ended last, and how many
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
-        self._since, self._until = 0, 0  # how many plain steps since one drafted, and at most
+        self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
+        self.is_probing = False  # whether the latest decision was to draft although it does not pay
 
     def rests(self, batch: Batch) -> bool:
         """Return whether an earlier decision makes the next step of a batch plain."""
@@ -340,12 +349,23 @@ class Pace:
         self._since += rests
         return rests
 
+    def rest(self, batch: Batch, n_steps: float = math.inf) -> None:
+        """Let a batch take ``n_steps`` plain steps after the last one that drafted."""
+        self._resting, self._until = batch, n_steps
+
+    def reconsider(self, has_new_rows: bool = False) -> None:
+        """Let the next step be decided by itself: more is known about accepted drafts, or rows are new."""
+        self._resting = NO_ROWS
+        if has_new_rows:
+            self._rest = FIRST_REST
+
     def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
         """Return whether the next step of a batch drafts.
 
         rows: the captured batch size.
         accepted: the mean number of accepted drafts per row and drafting step, of late.
         """
+        self.is_probing = False
         chosen = self._chosen(rows, accepted, batch)
         self._begun[rows, chosen] += 1
         return chosen
@@ -361,12 +381,15 @@ class Pace:
             for kind in (True, False):
                 self._seconds.pop((rows, kind), None)
                 self._begun[rows, kind] = 0
-        self._until = int(PROBE * longer)
-        if pays or self._since >= self._until:
-            self._resting, self._since = NO_ROWS, 0
+        rest = self._rest * (longer - 1)
+        self.is_probing = not pays and self._since >= rest
+        if pays or self.is_probing:
+            self._rest = FIRST_REST if pays else min(2 * self._rest, LONGEST_REST)
+            self._since = 0
             return True
-        self._resting = batch
-        self._begun[rows, False] += self._until
+        self._begun[rows, False] += int(rest)
+        self.rest(batch, rest)
+        self._since += 1
         return False
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
@@ -419,11 +442,21 @@ class SpeculativeStep(ResidentStep):
         """Return how many drafts the next step verifies per row; 0 if none pay."""
         if self.pace.rests(batch):
             return 0
-        n_drafts = self.worker.drafts_for(rows)
-        if not n_drafts or not self.planner.n_drafts[batch.indices].any():
+        n_drafts, pace, planner = self.worker.drafts_for(rows), self.pace, self.planner
+        able = np.minimum(planner.n_drafts[batch.indices], n_drafts)
+        if not able.any():
+            pace.rest(batch)
             return 0
-        accepted = np.minimum(self.planner.accepted[batch.indices], self.planner.n_drafts[batch.indices])
-        return n_drafts if self.pace.drafts(rows, float(np.minimum(accepted, n_drafts).mean()), batch) else 0
+        needed = pace.longer(rows) - 1
+        if planner.guess(batch.indices, needed * (FIRST_GUESS if needed <= MANY else 0.9)):
+            pace.reconsider(has_new_rows=True)
+        accepted = np.minimum(planner.accepted[batch.indices], able)
+        if not pace.drafts(rows, float(accepted.mean()), batch):
+            return 0
+        if pace.is_probing:  # forget what was accepted long ago
+            planner.accepted[batch.indices] = np.maximum(accepted, needed)
+        planner.send_texts(batch)
+        return n_drafts
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
         if not n_drafts:
@@ -458,6 +491,7 @@ class SpeculativeStep(ResidentStep):
         counts = 1 + (planes[1:] > INERT).sum(axis=0)
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         self.planner.accept(np.array([rows[i].index for i in live], int), counts[live], begun.n_drafts)
+        self.pace.reconsider()
         n_chosen, chosen = counts.tolist(), planes.T.tolist()
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
         given: dict[Sequence, int] = {}
