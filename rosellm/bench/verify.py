@@ -82,10 +82,11 @@ def run(given: Namespace) -> None:
                 figures[f"{rows} × {given.prompt_tokens[0]}"][k].setdefault("replayed", {})[name] = replayed
                 gain = each * median(seconds["plain"]) / median(seconds["drafting"])
                 print(f"{'':10}  {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
+        if given.json:
+            facts = {"model": Path(given.model).name, "load_format": given.load_format}
+            facts |= {"engine": engine_facts(engine), "figures": figures}
+            write_record(given.json, new_record("verify_steps", gpt.device, **facts))
         del engine, bench
-    if given.json:
-        facts = {"model": Path(given.model).name, "load_format": given.load_format, "figures": figures}
-        write_record(given.json, new_record("verify_steps", gpt.device, **facts))
 
 
 def read_traces(file: Path) -> dict[str, list[int]]:

@@ -47,9 +47,9 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-FIRST_REST, LONGEST_REST = 24.0, 192.0  # plain steps per plain step's time that a step that drafts costs
+FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
 MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
-LEAST, UNKNOWN = 1.05, 1.5  # how much longer a step takes if it drafts
+MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
 FIRST_GUESS = 1.3  # accepted drafts of a new row, as a multiple of those that pay; less if these are many
 MANY = 1.0
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
@@ -338,7 +338,7 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
-        self._latest: tuple[Kind | None, int] = None, 0  # of the steps that ended last, and how many
+        self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
@@ -376,12 +376,12 @@ class Pace:
             if not is_known and self._begun[rows, kind] < MOST_TRIED:
                 return kind
         longer = self.longer(rows)
-        pays = 1 + accepted > longer
+        pays = accepted > self.needed(rows)
         if self._begun[rows, pays] > LASTING * longer:
             for kind in (True, False):
                 self._seconds.pop((rows, kind), None)
                 self._begun[rows, kind] = 0
-        rest = self._rest * (longer - 1)
+        rest = self._rest * max(1.0, 1.5 * (longer - 1))
         self.is_probing = not pays and self._since >= rest
         if pays or self.is_probing:
             self._rest = FIRST_REST if pays else min(2 * self._rest, LONGEST_REST)
@@ -397,15 +397,19 @@ class Pace:
 
         The time counts only after a few steps of the same kind: the host's work for a step delays later ones.
         """
-        kind, (latest, n) = (rows, drafted), self._latest
-        self._latest = kind, n + 1 if kind == latest else 1
-        if self._latest[1] > RUN_AHEAD:
-            self._seconds[kind].append(seconds)
+        self._n_alike = self._n_alike + 1 if drafted is self._has_drafted else 1
+        self._has_drafted = drafted
+        if self._n_alike > RUN_AHEAD and (self._n_alike < 2 * MEDIAN_OF or self._n_alike % 8 == 0):
+            self._seconds[rows, drafted].append(seconds)
 
     def longer(self, rows: int) -> float:
-        """Return the time of a step that drafts as a multiple of that of a plain one, at least ``LEAST``."""
+        """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""
         drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
-        return max(LEAST, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
+        return max(1.0, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
+
+    def needed(self, rows: int) -> float:
+        """Return how many accepted drafts per row and step pay."""
+        return MARGIN * self.longer(rows) - 1
 
 
 class Always(Pace):
@@ -436,25 +440,29 @@ class SpeculativeStep(ResidentStep):
         self._planes = self.worker.state.planes.numpy()
         self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
         self._latest_places = 1  # its verify rows per row
+        self._able = NO_ROWS, 0, np.zeros(0)  # of the latest batch: drafts per row, at most and by row
         self._asking: tuple[np.ndarray, int, np.ndarray] | None = None  # a plan's, for drafts: of their rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
         """Return how many drafts the next step verifies per row; 0 if none pay."""
         if self.pace.rests(batch):
             return 0
-        n_drafts, pace, planner = self.worker.drafts_for(rows), self.pace, self.planner
-        able = np.minimum(planner.n_drafts[batch.indices], n_drafts)
+        pace, planner = self.pace, self.planner
+        if batch is not self._able[0]:
+            n_drafts = self.worker.drafts_for(rows)
+            self._able = batch, n_drafts, np.minimum(planner.n_drafts[batch.indices], n_drafts)
+            needed = pace.needed(rows)
+            if planner.guess(batch.indices, needed * (FIRST_GUESS if needed <= MANY else 0.9)):
+                pace.reconsider(has_new_rows=True)
+        _, n_drafts, able = self._able
         if not able.any():
             pace.rest(batch)
             return 0
-        needed = pace.longer(rows) - 1
-        if planner.guess(batch.indices, needed * (FIRST_GUESS if needed <= MANY else 0.9)):
-            pace.reconsider(has_new_rows=True)
         accepted = np.minimum(planner.accepted[batch.indices], able)
         if not pace.drafts(rows, float(accepted.mean()), batch):
             return 0
         if pace.is_probing:  # forget what was accepted long ago
-            planner.accepted[batch.indices] = np.maximum(accepted, needed)
+            planner.accepted[batch.indices] = np.maximum(accepted, pace.needed(rows))
         planner.send_texts(batch)
         return n_drafts
 

@@ -360,6 +360,7 @@ class Clocked:
     def __init__(self, times: tuple[float, float], late: int) -> None:
         self.step = SpeculativeStep.__new__(SpeculativeStep)
         self.step.pace, self.times, self.late = Pace(), times, late
+        self.step._able = None, 0, None
         self.step.worker = SimpleNamespace(drafts_for=lambda rows: 7)
         self.planner = self.step.planner = Planner(1, 1, np.zeros((64, 1)), None, lambda *given: None, 7)
         self.planner.n_drafts[:], self.planner.left[:] = 7, 1 << 40
