@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rosellm.bench.options import add_device_options, add_record_option, count, counts
-from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.bench.steps import SKIPPED
 from rosellm.errors import RoseError
 from rosellm.models.checkpoint import SHIPPED
