@@ -261,7 +261,12 @@ def run(argv: list[str] | None) -> None:
         add(name, default="auto")
     add("--speculation", choices=PROPOSERS, help=SPECULATION)
     add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")
-    sizes = {"max-model-len": None, "max-num-seqs": 256, "tensor-parallel-size": 1, "speculative-tokens": 7}
+    sizes = {
+        "max-model-len": None,
+        "max-num-seqs": 256,
+        "tensor-parallel-size": 1,
+        "speculative-tokens": None,
+    }
     for name, size in sizes.items():
         add(f"--{name}", type=whole_number(1), default=size)
     options = parser.parse_args(argv)

@@ -107,13 +107,11 @@ def _engines(given: Namespace) -> dict[str, Engine]:
     """Return the engines by how they draft; "plain" does not."""
     source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
     source |= {"max_batch_size": max(given.rows)}
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculation": "ngram"}}
+    drafts = {"speculative_tokens": given.drafts}
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculation": "ngram"} | drafts}
     if given.draft_model is not None or given.model in DRAFT_OF:
-        ways["draft"] = {"speculation": "draft", "draft_model": given.draft_model}
-    engines = {
-        way: load_engine(given.model, **source, speculative_tokens=given.drafts, **own)
-        for way, own in ways.items()
-    }
+        ways["draft"] = {"speculation": "draft", "draft_model": given.draft_model} | drafts
+    engines = {way: load_engine(given.model, **source, **own) for way, own in ways.items()}
     longest = max(len(ids) for ids in engines["plain"].encode_many(list(TEXTS.values()))) + 8
     if longest + given.new_tokens > engines["plain"].max_model_len:
         most = engines["plain"].max_model_len - longest

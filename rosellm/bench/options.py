@@ -112,7 +112,7 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("drafts").add_argument
     add("--speculation", choices=PROPOSERS, help=SPECULATION)
     add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")
-    add("--speculative-tokens", **count(7, high=MOST_DRAFTS), help="drafted per step and request, at most")
+    add("--speculative-tokens", **count(None, high=MOST_DRAFTS), help="per step and request; default: 7")
     add = parser.add_argument_group("several GPUs").add_argument
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help="GPUs that share the model")
     sums = recipe_choices()["all_reduce"]

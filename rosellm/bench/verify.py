@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
 from rosellm.roseinfer.kernels.speculation import Texts, Verified, choose, chosen_ref
+from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import speculating
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -98,6 +99,14 @@ def read_traces(file: Path) -> dict[str, list[int]]:
         raise RoseError(f"{str(file)!r} is not a record of rosellm.bench drafts ({error})") from error
 
 
+class Run(NamedTuple):
+    """Decode steps: seconds of each by the device's clock, and of all by the host's; tokens of all rows."""
+
+    steps: list[float]
+    seconds: float
+    n_tokens: int
+
+
 class Bench:
     """An engine whose steps draft ``k`` tokens per row when they are asked to, from any text.
 
@@ -136,32 +145,36 @@ class Bench:
         found: dict[str, list[float]] = {name: [] for name in kinds}
         for _ in range(turns):
             for name, drafts in kinds.items():
-                seconds, _ = self._run(rows, prompt_tokens, drafts, STEPS)
-                found[name].append(median(seconds[SKIPPED:]) * 1e6)
+                run = self._run(rows, prompt_tokens, drafts, STEPS)
+                found[name].append(median(run.steps[SKIPPED:]) * 1e6)
         return found
 
     def replayed(
         self, rows: int, prompt_tokens: int, given: list[int], turns: int
     ) -> tuple[float, dict[str, list[float]]]:
-        """Return seconds per step of runs whose steps each give as many tokens as ``given``.
+        """Return tokens and seconds per step of runs whose steps each give as many tokens as ``given``.
 
-        given: tokens of every step; at most k + 1 of them count.
+        given: tokens of every step, which repeat; at most k + 1 of them count.
 
-        Returns the mean number of tokens per step, and the seconds of all turns, without and with drafts.
+        Returns the mean number of tokens that a step gave a row, and the seconds per step of every turn,
+        without and with drafts.
         """
         counts_of_steps = [min(n, self.k + 1) for n in given]
         repeated = (counts_of_steps * len(self._trace))[: len(self._trace)]
         self._trace.copy_(torch.tensor(repeated))
         found: dict[str, list[float]] = {"plain": [], "drafting": []}
+        gained = []
         for _ in range(turns):
             for name, drafts in (("plain", False), ("drafting", True)):
                 self._step.zero_()
-                found[name].append(self._run(rows, prompt_tokens, drafts, RUN_STEPS)[1] / RUN_STEPS)
+                one = self._run(rows, prompt_tokens, drafts, RUN_STEPS)
+                found[name].append(one.seconds / RUN_STEPS)
+            gained.append(one.n_tokens / rows / RUN_STEPS)
         self._trace.zero_()
-        return mean(repeated[:RUN_STEPS]), found
+        return mean(gained), found
 
-    def _run(self, rows: int, prompt_tokens: int, drafts: bool, n_steps: int) -> tuple[list[float], float]:
-        """Take decode steps; return the seconds of each by the device's clock, and of all by the host's."""
+    def _run(self, rows: int, prompt_tokens: int, drafts: bool, n_steps: int) -> Run:
+        """Take decode steps, after prompts of random ids."""
         engine, step, draw = self.engine, self.step, random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=(self.k + 1) * (n_steps + 3), ignore_eos=True)
         vocab = engine.config.vocab_size
@@ -169,13 +182,14 @@ class Bench:
         sequences: list[Sequence] = [engine.make_sequence(prompt, params) for prompt in prompts]
         engine.prefill(sequences)
         step.pace = Always(drafts)
-        seconds: list[float] = []
+        done: list[Done] = []
         start = perf_counter()
         for _ in range(n_steps):
             engine.begin_decode(sequences)
-            seconds += [done.seconds for done in step.collect(leave=step.run_ahead)]
-        seconds += [done.seconds for done in step.collect()]
+            done += step.collect(leave=step.run_ahead)
+        done += step.collect()
         taken = perf_counter() - start
         for sequence in sequences:
             engine.release(sequence)
-        return seconds, taken
+        n_tokens = sum(sum(one.counts or [1] * len(one.sequences)) for one in done)
+        return Run([one.seconds for one in done], taken, n_tokens)

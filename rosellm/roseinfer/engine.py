@@ -38,7 +38,7 @@ from rosellm.roseinfer.tuning import tune_or_load
 
 __all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
-MOST_DRAFTS = 16
+DRAFTS, MOST_DRAFTS = 7, 16
 
 
 class Engine(Owned):
@@ -64,7 +64,8 @@ class Engine(Owned):
         ``prefill_alignment`` tokens.
     warm_up: whether to capture, at construction, every CUDA graph that these options allow, so that no
         request waits for a capture. False captures each graph at its first use. No effect on a CPU.
-    speculative_tokens: number of tokens that a step drafts per sequence, if the recipe speculates.
+    speculative_tokens: maximum number of tokens that a step drafts per sequence, if the recipe speculates;
+        None means ``DRAFTS``.
     draft: the model that drafts, if the recipe's ``speculation`` is "draft": it has the same vocabulary.
     tune: whether to tune the GEMMs of decode steps for this model and GPU before the graphs are captured, in
         less than two minutes, unless an earlier process has done it (:mod:`tuning`).
@@ -93,13 +94,12 @@ class Engine(Owned):
         deterministic: bool = False,
         warm_up: bool = True,
         tune: bool = False,
-        speculative_tokens: int = 7,
+        speculative_tokens: int | None = None,
         draft: Transformer | None = None,
         group: Group = ALONE,
     ) -> None:
         super().__init__()
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
-        _check_drafts(speculative_tokens)
         _check_share(gpu_memory_utilization)
         _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up, tune=tune)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
@@ -112,7 +112,7 @@ class Engine(Owned):
             self.recipe = self.recipe.invariant()
         self.recipe.check_ranks(group.part.size)
         self.deterministic = self.recipe.numerics == "invariant"
-        self.speculative_tokens = 0 if self.recipe.speculation == "none" else speculative_tokens
+        self.speculative_tokens = _drafts_of(speculative_tokens, self.recipe.speculation)
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
         self._may_shorten = max_model_len is None
@@ -400,11 +400,17 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
 
 
-def _check_drafts(value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_DRAFTS:
+def _drafts_of(wanted: int | None, speculation: str) -> int:
+    """Return the maximum number of draft tokens per sequence; raise ``OptionError`` for an invalid one."""
+    if wanted is None:
+        return 0 if speculation == "none" else DRAFTS
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= MOST_DRAFTS:
         raise OptionError(
-            f"speculative_tokens is {describe(value)}; it must be a whole number from 1 to {MOST_DRAFTS}"
+            f"speculative_tokens is {describe(wanted)}; it must be a whole number from 1 to {MOST_DRAFTS}"
         )
+    if speculation == "none":
+        raise OptionError(f"speculative_tokens is {wanted}, but nothing drafts; add speculation='ngram'")
+    return wanted
 
 
 def _check_draft(

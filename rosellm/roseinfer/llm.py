@@ -86,7 +86,7 @@ class LLM:
         None decodes one token per step.
     draft_model: the smaller model, for "draft": a folder or hub id of a model with the same tokens. Shipped
         models have one of their own.
-    speculative_tokens: maximum number of tokens drafted per step and sequence, 1 to 16.
+    speculative_tokens: maximum number of tokens drafted per step and sequence, 1 to 16; None means 7.
     seed: seeds the requests that have no seed, so that the same calls give the same tokens; None gives each
         a fresh seed.
     tokenizer: a folder or hub id with the tokenizer to use instead of the checkpoint's own.
@@ -125,7 +125,7 @@ class LLM:
         tune: bool = False,
         speculation: str | None = None,
         draft_model: str | None = None,
-        speculative_tokens: int = 7,
+        speculative_tokens: int | None = None,
         enforce_eager: bool = False,
         seed: int | None = None,
         tokenizer: str | None = None,

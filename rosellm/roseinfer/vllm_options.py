@@ -12,7 +12,9 @@ SAME_AS = {
     "enable_prefix_caching": "prefix_cache",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-NGRAM = {"method", "num_speculative_tokens"}  # keys of vLLM's ``speculative_config``
+# How each method of vLLM's ``speculative_config`` is called here; without a method, a model drafts.
+PROPOSERS = {"ngram": "ngram", "draft_model": "draft"}
+DRAFTING = {"method", "model", "num_speculative_tokens"}
 NO_REMOTE_CODE = "code from checkpoints is never run"
 ONE_FORMAT = "checkpoints are read in 16 or 32 bits"
 # Values without effect, and why others are refused. No values: all have none, since they tune vLLM's inside.
@@ -21,7 +23,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), ONE_FORMAT),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "enable_lora": ((False, None), "LoRA adapters are not supported; merge them into the model"),
-    "speculative_config": ((None,), 'use {"method": "ngram", "num_speculative_tokens": N}'),
+    "speculative_config": ((None,), 'use {"method": "ngram" or "draft_model", "num_speculative_tokens": N}'),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size or data_parallel_size"),
     "tokenizer_mode": (("auto", "hf"), "tokenizers are read by transformers"),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
@@ -100,6 +102,17 @@ def check_arguments(**given: Any) -> None:
             raise OptionError(f"{name} is {describe(value)}: {ARGUMENTS[name]}")
 
 
+def _speculation(config: Any) -> dict[str, Any]:
+    """Return the options of ours for vLLM's ``speculative_config``, or none if they cannot express it."""
+    if not isinstance(config, dict) or not set(config) <= DRAFTING:
+        return {}
+    method = config.get("method", "draft_model" if "model" in config else None)
+    if method not in PROPOSERS or ("model" in config) != (method == "draft_model"):
+        return {}
+    options = {"speculation": PROPOSERS[method], "draft_model": config.get("model")}
+    return options | {"speculative_tokens": config.get("num_speculative_tokens")}
+
+
 def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
     """Return the options of ours that vLLM's options ``given`` stand for.
 
@@ -111,8 +124,8 @@ def translated(given: dict[str, Any], ours: set[str]) -> dict[str, Any]:
     for name, value in given.items():
         if name in SAME_AS:
             options |= {} if value is None else {SAME_AS[name]: value}  # None is vLLM's default
-        elif name == "speculative_config" and isinstance(value, dict) and set(value) == NGRAM:
-            options |= {"speculation": value["method"], "speculative_tokens": value["num_speculative_tokens"]}
+        elif name == "speculative_config" and (own := _speculation(value)):
+            options |= own
         elif name in NEUTRAL:
             values, reason = NEUTRAL[name]
             if values and value not in values:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import heapq
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import OptionError, RecipeError, RoseError
+from rosellm.errors import CheckpointError, OptionError, RecipeError, RoseError
+from rosellm.models.checkpoint import SHIPPED_MODELS
+from rosellm.models.loading import load_draft, load_parts
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.steps.speculative import Always
+from rosellm.rosetrainer.bpe import train_tokenizer
 from rosellm.serve import main as serve
-from tests.helpers import refusal
+from tests.helpers import random_model, refusal, small_config
 
 SOURCE = inspect.getsource(heapq._siftup).replace("childpos", "child")[:500]
 EDIT = f"{SOURCE}\n\n# Once more:\n\n{SOURCE[:150]}"
@@ -84,6 +90,21 @@ def test_speculation_chooses_a_rung_or_a_recipe(both):
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = LLM(**SMALL, speculative_config=config)
     assert llm.rung == "speculative" and llm.engine.speculative_tokens == 5
+    llm = LLM(**SMALL, speculative_config={"model": "rose-tiny-draft", "num_speculative_tokens": 3})
+    assert llm.engine.recipe.speculation == "draft" and llm.engine.speculative_tokens == 3
+
+
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_the_shipped_draft_models_give_the_same_text_in_fewer_steps(model):
+    texts = [SOURCE[:200], "def maximum(values):\n", "Permission is hereby granted"]
+    params = [asked(max_tokens=40), asked(max_tokens=40, temperature=0.8, seed=1), asked(max_tokens=40)]
+    plain = LLM(model, **SMALL).generate(texts, params)
+    llm = LLM(model, **SMALL, speculation="draft", speculative_tokens=4)
+    llm.engine.step.pace = Always()
+    fast = llm.generate(texts, params)
+    assert [one.token_ids for one in fast] == [one.token_ids for one in plain]
+    times = [one.metrics.token_times for one in fast]
+    assert sum(len(set(own)) for own in times) < 0.75 * sum(map(len, times))
 
 
 @pytest.mark.parametrize(
@@ -96,15 +117,42 @@ def test_speculation_chooses_a_rung_or_a_recipe(both):
         ({"speculation": "ngram", "rung": "dense"}, "rung 'dense' cannot speculate; packed_prefill and"),
         ({"speculation": "ngram", "rung": "one_pass"}, "speculation='ngram' needs exhibit='none'"),
         ({"speculation": "ngram", "tensor_parallel_size": 2}, "needs speculation='none', not 'ngram'"),
+        ({"speculation": "draft", "tensor_parallel_size": 2}, "needs speculation='none', not 'draft'"),
+        ({"draft_model": "rose-tiny"}, "draft_model is 'rose-tiny'; it needs speculation='draft'"),
+        ({"speculation": "draft", "draft_model": "nowhere/at-all"}, "'nowhere/at-all'"),
+        ({"speculation": "draft", "model": "gpt2", "load_format": "dummy"}, "needs a draft_model, a smaller"),
+        ({"speculative_tokens": 5}, "speculative_tokens is 5, but nothing drafts"),
+        ({"recipe": replace(LADDER["speculative"], speculation="draft")}, "a draft model go together"),
         ({"speculative_config": {"method": "eagle"}}, 'use {"method": "ngram"'),
+        ({"speculative_config": {"method": "draft_model"}}, 'use {"method": "ngram"'),
         ({"speculative_config": {"method": "ngram", "num_tokens": 5}}, 'use {"method": "ngram"'),
     ],
 )
 def test_what_cannot_be_is_one_line(options, told):
-    with pytest.raises((OptionError, RecipeError)) as raised:
+    with pytest.raises((OptionError, RecipeError, CheckpointError)) as raised:
         LLM(**SMALL, **options)
     assert told in str(raised.value) and "\n" not in str(raised.value)
     assert isinstance(raised.value, RoseError)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"vocab_size": 60}, "a vocabulary of 60 tokens, the model one of 101"),
+        ({"n_positions": 16}, "has 16 positions; max_model_len is 64"),
+    ],
+)
+def test_a_draft_model_must_have_the_tokens_and_the_positions(sizes, told):
+    recipe = replace(LADDER["speculative"], speculation="draft")
+    with pytest.raises(OptionError, match=told):
+        Engine(random_model(1, small_config()), recipe=recipe, draft=random_model(1, small_config(**sizes)))
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused():
+    model, _ = load_parts("rose-tiny", "cpu")
+    others = train_tokenizer(["def other(tokens):\n    return tokens\n" * 9], 270)
+    with pytest.raises(CheckpointError, match="has other tokens than the model it drafts for"):
+        load_draft("rose-tiny-draft", model, others, "auto")
 
 
 def test_the_server_refuses_a_proposer_that_it_does_not_know(capsys):
