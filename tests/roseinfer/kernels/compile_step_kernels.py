@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
 from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.kernels.verify_attention import verify_attention
-from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM
+from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM, LADDER
 from rosellm.roseinfer.steps import captured_prefill
 from tests.helpers import CPU, FAMILIES, small_config, small_engine
 from tests.roseinfer.steps.fake_graphs import FakeGraphs
@@ -51,13 +52,14 @@ MODELS = {
 def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows: tuple[int, ...]) -> None:
     """The kernels of prefills in whole and in pieces, and of decode steps of those numbers of rows.
 
-    Decode steps also draft and verify.
+    Decode steps also verify drafts, from the text and of a draft model.
     """
     config = small_config(n_layers=1, vocab_size=50257, n_positions=4096, **shape)
     model = Transformer.allocate(config, CPU, dtype)
     sizes = {"max_batch_size": max(rows), "num_kv_blocks": 4, "block_size": 64}
-    for recipe in BEST_RUNG, "speculative":
-        engine = small_engine(model, recipe=recipe, kernels=kernels, warm_up=False, **sizes)
+    drafted = replace(LADDER["speculative"], speculation="draft")
+    for recipe, draft in (BEST_RUNG, None), ("speculative", None), (drafted, model):
+        engine = small_engine(model, recipe=recipe, draft=draft, kernels=kernels, warm_up=False, **sizes)
         worker = engine.step.worker
         worker.bind.num_sms = 132
         if recipe == BEST_RUNG:
@@ -66,7 +68,9 @@ def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows
         else:
             worker._num_sms, worker._shared_bytes = 132, linear.shared_memory(CPU)
             dependent = kernels is TRITON_DEPENDENT  # on a CPU, an engine launches them in the ordinary way
-            worker.drafting = draft_kernels("triton", dependent)
+            worker.drafting = draft_kernels("triton", dependent, drafted=draft is not None)
+            if draft is not None:
+                worker.draft.drafting, worker.draft.bind.num_sms = worker.drafting, 132
             worker._attention = partial(verify_attention, dependent=dependent)
         for n in rows if recipe == BEST_RUNG else (8,):
             for run in worker.warm_ups(n):
