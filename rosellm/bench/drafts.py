@@ -14,11 +14,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.options import add_device_options, add_record_option, count, counts
+from rosellm.bench.options import add_common_options, count, counts
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.errors import OptionError
-from rosellm.models.checkpoint import DRAFT_OF, SHIPPED
-from rosellm.models.loading import LOAD_FORMATS
+from rosellm.models.checkpoint import DRAFT_OF
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.sampling import SamplingParams
@@ -61,18 +60,12 @@ class CountingScheduler(OfflineScheduler):
 
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
-    _title, parser.description = __doc__.strip().split("\n\n")
-    parser.set_defaults(run=run)
-    add = parser.add_argument
+    add = add_common_options(parser, __doc__, run)
     add("--rows", **counts((1, 8, 64), 256), help="requests that run together")
     add("--new-tokens", **count(128), help="tokens of every answer")
     add("--drafts", **count(7, high=MOST_DRAFTS), help="drafted per step and request, at most")
     add("--turns", **count(5), help="measured runs of each engine")
-    add("--model", default=SHIPPED, help="hub id, local folder or a shipped model")
     add("--draft-model", metavar="MODEL", help="default: the shipped model's own; none for other models")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
-    add_record_option(parser)
-    add_device_options(parser)
 
 
 def run(given: Namespace) -> None:

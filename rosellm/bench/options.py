@@ -88,6 +88,25 @@ def add_device_options(parser: ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
 
 
+def add_common_options(
+    parser: ArgumentParser, doc: str | None, run: Callable[[Namespace], None]
+) -> Callable[..., object]:
+    """Add the options of a benchmark of one model's steps or drafts; return ``parser.add_argument``.
+
+    doc: the benchmark's docstring, whose second paragraph becomes the description.
+    run: becomes the parser's default ``run``.
+    """
+    assert doc is not None
+    _title, parser.description = doc.strip().split("\n\n")
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--model", default=SHIPPED, help="hub id, local folder or a shipped model")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
+    add_record_option(parser)
+    add_device_options(parser)
+    return add
+
+
 def add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", **count(1, low=0), help="runs before the measured ones")

@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rosellm.bench.options import add_device_options, add_record_option, count, counts
+from rosellm.bench.options import add_common_options, count, counts
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
-from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 
@@ -24,16 +22,10 @@ ROWS, TURNS, STEPS, SKIPPED = (1, 2, 4, 8, 16, 32, 64), 5, 32, 4
 
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
-    _title, parser.description = __doc__.strip().split("\n\n")
-    parser.set_defaults(run=run)
-    add = parser.add_argument
+    add = add_common_options(parser, __doc__, run)
     add("--rows", **counts(ROWS, 1024), help="sequences that decode together")
     add("--prompt-tokens", **count(64), help="length of every prompt, random ids")
     add("--turns", **count(TURNS), help="turns of each number of rows")
-    add("--model", default=SHIPPED, help="hub id, local folder or the shipped model")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
-    add_record_option(parser)
-    add_device_options(parser)
 
 
 def run(given: Namespace) -> None:

@@ -11,25 +11,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rosellm.bench.options import add_device_options, add_record_option, count
+from rosellm.bench.options import add_common_options, count
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.errors import RoseError, describe
-from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.tuning import CONTEXT, tune
 
 
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
-    _title, parser.description = __doc__.strip().split("\n\n")
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    add("--model", default=SHIPPED, help="hub id, local folder or the shipped model")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
+    add = add_common_options(parser, __doc__, run)
     add("--max-batch-size", **count(256, high=1024), help="the largest number of rows")
-    add_record_option(parser)
-    add_device_options(parser)
 
 
 def run(given: Namespace) -> None:

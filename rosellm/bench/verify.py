@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.bench.options import add_device_options, add_record_option, count, counts
+from rosellm.bench.options import add_common_options, count, counts
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.bench.steps import SKIPPED
 from rosellm.errors import RoseError
-from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import LOAD_FORMATS, load_parts
+from rosellm.models.loading import load_parts
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
 from rosellm.roseinfer.kernels.speculation import Texts, Verified, choose, chosen_ref
 from rosellm.roseinfer.outputs import Done
@@ -40,18 +39,12 @@ STEPS, RUN_STEPS = 24, 40  # of a turn, and of a whole run
 
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
-    _title, parser.description = __doc__.strip().split("\n\n")
-    parser.set_defaults(run=run)
-    add = parser.add_argument
+    add = add_common_options(parser, __doc__, run)
     add("--rows", **counts((1, 8, 64), 256), help="sequences that decode together")
     add("--drafts", **counts((1, 3, 7, 15), MOST_DRAFTS), help="draft tokens of every row and step")
     add("--prompt-tokens", **counts((64,), 1 << 20), help="length of every prompt, random ids")
     add("--turns", **count(3), help="turns of each kind of step")
     add("--traces", type=Path, metavar="FILE", help="a record of rosellm.bench drafts")
-    add("--model", default=SHIPPED, help="hub id, local folder or a shipped model")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no download")
-    add_record_option(parser)
-    add_device_options(parser)
 
 
 def run(given: Namespace) -> None:
