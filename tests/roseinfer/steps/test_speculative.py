@@ -314,9 +314,14 @@ def draft_engine(model: Any, draft: Any, k: int = 3, **options: Any) -> Engine:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", MODELS)
 def test_all_drafts_of_the_model_itself_are_accepted_after_plain_steps_too(family, device, in_flight):
-    """It draws with the noise of the model that verifies, and catches up with the tokens of plain steps."""
+    """It draws with the noise of the model that verifies, and catches up with the tokens of plain steps.
+
+    A prompt that begins like another one takes its blocks, one of them in part.
+    """
     model, k = model_of(family, device), 3
-    engine, prompts = draft_engine(model, model, k), random_prompts([5, 17, 70, 3], seed=1)
+    engine, prompts = draft_engine(model, model, k, prefix_cache=True), random_prompts([5, 17, 70], seed=1)
+    run(engine, prompts[1:2], wishes(["greedy"], 2))
+    prompts.append(prompts[1] + [9, 8, 7])
     kinds = iter([True, *[False] * 5, True, True] * 20)
     engine.step.pace.drafts = lambda rows, accepted, batch: next(kinds)
     planner, counts = engine.step.planner, []
