@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
 
 import torch
 
-from rosellm.bench.drafts import CountingScheduler
+from rosellm.bench.drafts import TEXTS as TEXTS, CountingScheduler
 from rosellm.lab.records.bench import AnyTokenizer, Engine, SamplingParams, Transformer
 from rosellm.lab.records.records import Results
+from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.speculation import drafts_after
+from rosellm.roseinfer.recipe import speculating
+from rosellm.roseinfer.steps.speculative import Always
+from rosellm.rosetrainer.training import window_logits
 
 Propose = Callable[[list[int], int], list[int] | None]
 
-DRAFTED = "one tile per row", "attention of prefills"  # versions in the record ``verify_steps``
+OLDER = "Llama-3.1-8B"  # whose steps are in the record ``verify_steps``
+PLACES = 1, 3, 7, 15  # drafts per row of the recorded steps
 
 
 @dataclass
@@ -25,28 +29,65 @@ class Run:
 
     tokens: those generated, by request.
     counts: for each step, how many tokens each of its requests got.
-    seconds: of the whole run.
     """
 
     tokens: list[list[int]]
     counts: list[list[int]]
-    seconds: float
 
 
 def generate(
-    model: Transformer, tokenizer: AnyTokenizer, prompts: list[list[int]], new_tokens: int, n_drafts: int = 0
+    model: Transformer,
+    tokenizer: AnyTokenizer,
+    prompts: list[list[int]],
+    new_tokens: int,
+    n_drafts: int = 0,
+    draft: Transformer | None = None,
+    temperature: float = 0.0,
 ) -> Run:
-    """Serve the prompts greedily; with ``n_drafts`` above 0, every step that can draft does."""
+    """Serve the prompts, the i-th with seed i; with ``n_drafts`` above 0, every step that can draft does.
+
+    draft: the model that drafts; None if drafts come from the texts.
+    """
     longest = max(map(len, prompts)) + new_tokens
     sizes = {"max_batch_size": len(prompts), "max_model_len": longest, "warm_up": False}
-    rung = {"recipe": "speculative", "speculative_tokens": n_drafts} if n_drafts else {"recipe": "split_kv"}
+    rung: dict[str, object] = {"recipe": "split_kv"}
+    if n_drafts:
+        recipe = speculating("split_kv", "ngram" if draft is None else "draft", model.device)
+        rung = {"recipe": recipe, "speculative_tokens": n_drafts, "draft": draft}
     engine = Engine(model, tokenizer, **sizes, **rung)
     if n_drafts:
-        engine.step.pace.drafts = lambda rows, accepted, batch: True
+        engine.step.pace = Always()
     scheduler = CountingScheduler(engine)
-    start = perf_counter()
-    outputs = scheduler.run(prompts, SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True))
-    return Run([one.token_ids for one in outputs], scheduler.counts, perf_counter() - start)
+    common = {"temperature": temperature, "max_tokens": new_tokens, "ignore_eos": True}
+    outputs = scheduler.run(prompts, [SamplingParams(seed=i, **common) for i in range(len(prompts))])
+    return Run([one.token_ids for one in outputs], scheduler.counts)
+
+
+@torch.no_grad()
+def percent_drawn(
+    draft: Transformer,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    temperature: float,
+    other_seeds: int | None = 0,
+) -> float:
+    """Return how many of all answers' tokens a draft model chooses, each after the text before it.
+
+    answers: as :func:`generate` returns them.
+    other_seeds: what to add to the seeds of the answers; None if the draft model takes the likeliest token.
+
+    The result is in per cent.
+    """
+    equal = []
+    for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        text = torch.tensor(prompt + answer, device=draft.device)
+        logits = window_logits(draft, text[None])[len(prompt) - 1 :]
+        if other_seeds is not None:
+            places = torch.arange(len(prompt), len(text), device=draft.device)
+            seeds = torch.full_like(places, seed + other_seeds)
+            logits = logits / temperature + gumbel_noise(seeds, places, logits.shape[1])
+        equal += (logits.argmax(1) == text[len(prompt) :]).tolist()
+    return 100 * sum(equal) / len(equal)
 
 
 @dataclass
@@ -120,16 +161,26 @@ def expected_gain(us: dict[int, float], drafts: int, chance: float, sequences: i
     return tokens * us[sequences] / us[rows] if rows in us else None
 
 
-def verified_us(results: Results, model: str, size: str, version: str = DRAFTED[0]) -> tuple[float, float]:
-    """Return the recorded µs of a step without drafts, and of one that verifies 7 drafts per row.
+def verified_us(results: Results, model: str, size: str) -> dict[int, tuple[float, float]]:
+    """Return drafts per row → recorded µs of a step without drafts, and of one that verifies as many.
 
     size: rows and prompt tokens, as the record's keys are written.
     """
-    turns = results.figures("verify_steps", model, size, version, "7")
-    return median(turns["plain"]), median(turns["verify"])
+    ways = sizes(results)[model, size]
+    us = {int(k): (median(one["plain"]), median(one["verify"])) for k, one in ways.items()}
+    return {k: us[k] for k in PLACES if k in us}
 
 
-def sizes(results: Results) -> Iterator[tuple[str, str]]:
-    """Yield every model and size of the record."""
-    for model, found in results.figures("verify_steps").items():
-        yield from ((model, size) for size in found)
+def sizes(results: Results) -> dict[tuple[str, str], dict[str, dict[str, list[float]]]]:
+    """Return every model and size whose steps with drafts are recorded, with the turns by drafts per row."""
+    newer = {name: one["figures"] for name, one in results.by_model("verify_drafts").items()}
+    older = results.figures("verify_steps", OLDER).items()
+    models = newer | {OLDER: {size: found["one tile per row"] for size, found in older}}
+    return {(name, size): turns for name, figures in models.items() for size, turns in figures.items()}
+
+
+def recorded_gains(results: Results, model: str, text: str) -> dict[str, list[float]]:
+    """Return way of drafting → tokens per second as multiples of those without drafts, by requests."""
+    runs = results.figures(f"drafts-{model}", text, "seconds").values()
+    ways = ("ngram", "draft")
+    return {way: [median(one["plain"]) / median(one[way]) for one in runs] for way in ways}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rosellm.lab.records.bench import get_parts
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import Results, find
+from rosellm.models.checkpoint import DRAFT_OF
 from rosellm.roseinfer.exhibits import load_exhibit
 
 speculation = load_exhibit("speculation")
@@ -53,10 +56,31 @@ def test_the_gain_is_that_of_all_accepted_or_none_at_the_ends():
     assert speculation.expected_gain(us, 3, 0.5) is None
 
 
-def test_every_size_of_the_record_has_both_versions():
-    sizes = list(speculation.sizes(find()))
-    assert {model for model, _ in sizes} == {"Llama-3.1-8B", "Qwen3-0.6B"} and len(sizes) == 8
-    for model, size in sizes:
-        for version in speculation.DRAFTED:
-            plain_us, verify_us = speculation.verified_us(find(), model, size, version)
-            assert 0 < plain_us < verify_us
+def test_a_model_that_drafts_gives_the_same_tokens_and_draws_with_the_noise_of_the_other():
+    model, tokenizer = get_parts("rose-tiny", "cpu", "float32")
+    small, _ = get_parts(DRAFT_OF["rose-tiny"], "cpu", "float32")
+    prompts = [tokenizer.encode(text) for text in speculation.TEXTS.values()]
+    plain = speculation.generate(model, tokenizer, prompts, 24, temperature=0.8)
+    drafting = speculation.generate(model, tokenizer, prompts, 24, 7, small, temperature=0.8)
+    assert drafting.tokens == plain.tokens and len(drafting.counts) < len(plain.counts)
+    given = prompts, plain.tokens, 0.8
+    assert speculation.percent_drawn(model, *given) == 100
+    assert speculation.percent_drawn(model, *given, other_seeds=3) < 80
+    assert 0 < speculation.percent_drawn(small, *given, other_seeds=None) < 100
+
+
+def test_every_recorded_size_has_steps_without_and_with_drafts():
+    sizes = speculation.sizes(find())
+    assert {model for model, _ in sizes} == {"Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B"}
+    for key in sizes:
+        found = speculation.verified_us(find(), *key)
+        assert set(found) in ({1, 3, 7, 15}, {1, 3}, {7})
+        assert all(0 < plain_us < verify_us for plain_us, verify_us in found.values())
+
+
+def test_a_gain_is_the_time_without_drafts_over_that_with_drafts(tmp_path):
+    seconds = {"1": {"plain": [2, 3, 9], "ngram": [1, 1, 5], "draft": [4, 6, 7]}}
+    record = {"figures": {"edit": {"seconds": seconds}}}
+    (tmp_path / "drafts-m.json").write_text(json.dumps(record))
+    gains = speculation.recorded_gains(Results(tmp_path), "m", "edit")
+    assert gains == {"ngram": [3], "draft": [0.5]}

@@ -225,7 +225,7 @@ class Results:
         known = [env for env in (_facts(self._path(one))["environment"] for one in wanted) if env]
         if not known:
             raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
-        return max(known, key=lambda env: env["time_utc"])
+        return max(known, key=lambda env: env.get("time_utc", ""))
 
 
 def _is_run(facts: dict[str, Any]) -> bool:

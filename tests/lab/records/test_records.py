@@ -55,6 +55,12 @@ def test_the_environment_is_that_of_the_newest_record_or_the_one_named(folder):
     assert results.load("kv_append")["rows"] == [1, 2]
 
 
+def test_a_record_without_a_time_is_not_the_newest(folder):
+    undated = {"environment": {"device_name": "another"}}
+    (folder / DEVICE / "undated.json").write_text(json.dumps(undated))
+    assert find(DEVICE, folder).device_name == "NVIDIA H200"
+
+
 @pytest.mark.parametrize(
     "ask, told",
     [
