@@ -297,6 +297,12 @@ def drafts_of_shipped_models(text: str) -> Claims:
     words += rf" \[Text without repetition\]\S+ {figure} to {figure} times, with (\d+) to (\d+) requests"
     sizes = [float(n) for n in H200.figures(NO_REPETITION)]
     values += [min(ratios), max(ratios), sizes[0], sizes[-1]]
+    words += rf"\. In texts of 32,768 tokens, .*? in {figure} µs, that of each of 64 in {figure} µs"
+    matching = H200.figures("suffix_match", "32768")
+    values += [median(matching[n]) for n in ("1", "64")]
+    words += rf".*? nearly as much as seven, {figure} and {figure} times a step\."
+    steps = H200.by_model("verify_drafts")["Qwen3-0.6B"]["figures"]["1 × 64"]
+    values += [median(steps[k]["verify"]) / median(steps[k]["plain"]) for k in ("1", "7")]
     return list(zip(values, said_of_drafts(text, words), strict=True))
 
 
