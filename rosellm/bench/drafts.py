@@ -18,11 +18,13 @@ from rosellm.bench.options import add_common_options, count, counts
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.errors import OptionError
 from rosellm.models.checkpoint import DRAFT_OF
+from rosellm.models.loading import arch_of
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.steps.speculative import Always, SpeculativeStep
+from rosellm.roseinfer.steps.pace import Always
+from rosellm.roseinfer.steps.speculative import SpeculativeStep
 from rosellm.roseinfer.tensor_parallel import load_engine
 
 _COPY = '''def copyfileobj(fsrc, fdst, length=0):
@@ -42,7 +44,7 @@ TEXTS = {
     "completion": "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_push(self):\n",
     "prose": "Permission is hereby granted, free of charge, to any person obtaining a copy of this software",
 }
-WARM_UPS = 2  # runs of each kind before those measured
+WARM_UPS, ROOM = 2, 512  # runs of each kind before those measured; tokens of a text, at most
 
 
 class CountingScheduler(OfflineScheduler):
@@ -99,7 +101,8 @@ def run(given: Namespace) -> None:
 def _engines(given: Namespace) -> dict[str, Engine]:
     """Return the engines by how they draft; "plain" does not."""
     source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
-    source |= {"max_batch_size": max(given.rows)}
+    room = arch_of(given.model, given.load_format).n_positions
+    source |= {"max_batch_size": max(given.rows), "max_model_len": min(room, ROOM + given.new_tokens)}
     drafts = {"speculative_tokens": given.drafts}
     ways: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculation": "ngram"} | drafts}
     if given.draft_model is not None or given.model in DRAFT_OF:

@@ -113,7 +113,8 @@ def make_engine(
     """
     longest = min(longest, gpt.config.n_positions)
     rung = LADDER[recipe] if isinstance(recipe, str) else recipe
-    drafts = draft_for(options.hf_model_id, options.speculation, options.draft_model)
+    name = draft_for(options.hf_model_id, options.speculation, options.draft_model)
+    draft = None if name is None else load_draft(name, gpt, tokenizer, options.load_format)
     shares = rung.has_prefix_cache if options.prefix_cache is None else options.prefix_cache
     return build(
         gpt,
@@ -121,23 +122,27 @@ def make_engine(
         recipe=recipe,
         max_batch_size=options.max_batch_size,
         max_model_len=longest,
-        num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest),
+        num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest, draft),
         block_size=options.block_size,
         prefix_cache=shares,
         deterministic=options.deterministic,
         speculative_tokens=options.speculative_tokens,
-        draft=None if drafts is None else load_draft(drafts, gpt, tokenizer, options.load_format),
+        draft=draft,
     )
 
 
-def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest: int) -> int:
+def kv_blocks_wanted(
+    options: Namespace, gpt: Transformer, longest: int, draft: Transformer | None = None
+) -> int:
     """Return the number of KV blocks per layer for the requests, or fewer if memory holds fewer.
 
     longest: tokens of a request. Blocks are counted for a full batch of such requests, plus spare blocks.
+    draft: a model that drafts, with as many blocks; None if there is none.
     """
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
-    return max(1, kv_blocks_within_memory(gpt, wanted, options.block_size, options.max_batch_size))
+    sizes = wanted, options.block_size, options.max_batch_size
+    return max(1, kv_blocks_within_memory(gpt, *sizes, draft=draft))
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:

@@ -31,8 +31,9 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import speculating
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.pace import Always
 from rosellm.roseinfer.steps.planner import batch_bucket
-from rosellm.roseinfer.steps.speculative import Always, SpeculativeStep
+from rosellm.roseinfer.steps.speculative import SpeculativeStep
 
 STEPS, RUN_STEPS = 24, 40  # of a turn, and of a whole run
 

@@ -126,7 +126,10 @@ def load_draft(
 
     Raises ``CheckpointError``, also if the two models have different tokens.
     """
-    draft, own = load_parts(model, target.device.type, target.dtype, load_format)
+    try:
+        draft, own = load_parts(model, target.device.type, target.dtype, load_format)
+    except CheckpointError as error:
+        raise CheckpointError(f"draft {error}") from None
     if tokenizer is not None and not own.has_tokens_of(tokenizer):
         raise CheckpointError(f"draft model {describe(model)} has other tokens than the model it drafts for")
     return draft

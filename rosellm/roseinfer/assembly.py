@@ -166,7 +166,7 @@ def _add_draft(
     """
     shared, prompts = parts["blocks"], parts["prompts"]
     blocks = build_cache(recipe, draft, shared.block_size, shared.max_blocks_per_layer)
-    counts = parts["counts"][:0]  # of penalised requests; none is drafted for in that mode
+    counts = parts["counts"][:1]  # drafts have no counts, but a mode may need a table
     layers_for, prefill_layers_for, bind, chooser = _model_parts(
         recipe, draft, blocks, kernels, counts, ALONE
     )

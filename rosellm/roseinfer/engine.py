@@ -267,11 +267,12 @@ class Engine(Owned):
         """Free the blocks of an ended or abandoned sequence, which receives no further token.
 
         If there is a prefix cache, its tokens stay cached, so that a prompt that continues them reuses them;
-        not in deterministic mode, where only prefilled tokens may be reused.
+        not in deterministic mode, where only prefilled tokens may be reused, nor with a draft model, which
+        does not cache the tokens of plain steps.
         """
         self.step.release(sequence)
         is_valid = sequence.n_output > 0 and sequence.finish_reason != "failed"
-        if self.prefix_cache is not None and is_valid and not self.deterministic:
+        if self.prefix_cache is not None and is_valid and not self.deterministic and self.draft is None:
             cached = sequence.tokens[: sequence.num_cached_tokens]
             self.prefix_cache.insert(cached, sequence.block_ids)
         self._holders.discard(sequence)
@@ -428,7 +429,8 @@ def _check_draft(
         )
     if draft.config.n_positions < max_model_len:
         raise OptionError(
-            f"the draft model has {draft.config.n_positions} positions; max_model_len is {max_model_len}"
+            f"the draft model has {draft.config.n_positions} positions; max_model_len is {max_model_len}: "
+            f"use at most {draft.config.n_positions}"
         )
     return draft
 

@@ -28,7 +28,7 @@ from rosellm.errors import (
     describe,
 )
 from rosellm.models.chat import NO_VARIABLES, Message, hf_tokenizer, render_chat
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, sampling_defaults
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, draft_for, sampling_defaults
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -144,7 +144,11 @@ class LLM:
             {} if max_num_batched_tokens is None else {"prefill_token_budget": max_num_batched_tokens}
         )
         config = SchedulerConfig(prefill_chunk=prefill_chunk, **budget)
+        if speculation == "draft":
+            draft_model = draft_for(model, speculation, draft_model)
         if load_format != "dummy" and (revision or download_dir or hf_token):
+            if draft_model is not None:
+                draft_model = str(checkpoint_folder(draft_model, None, download_dir, hf_token))
             model = str(checkpoint_folder(model, revision, download_dir, hf_token))
         own: dict[str, Any] = {
             "device": device,
@@ -165,7 +169,10 @@ class LLM:
             "draft_model": draft_model,
             "speculative_tokens": speculative_tokens,
         }
-        own |= translated(options, set(signature(LLM).parameters))
+        theirs = translated(options, set(signature(LLM).parameters))
+        if speculation is not None and "speculation" in theirs:
+            raise OptionError("both speculation and speculative_config are given; give one of them")
+        own |= theirs
         self.served: Engine | Replicas  # what a streaming manager uses as its engine
         if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             self.served = load_engine(model, tensor_parallel_size=tensor_parallel_size, **own)

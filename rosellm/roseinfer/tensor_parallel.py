@@ -85,7 +85,9 @@ def load_engine(
     ``RankError``.
     """
     load = Load(model, device, dtype, load_format, tokenizer)
-    draft = draft_for(model, speculation, draft_model)
+    rung = LADDER.get(chosen, chosen) if isinstance(chosen := options.get("recipe"), str) else chosen
+    proposer = speculation or getattr(rung, "speculation", None)
+    draft = draft_for(model, proposer, draft_model)
     if speculation is not None:
         recipe = speculating(options.get("recipe"), speculation, resolve_device(device))
         options |= {"recipe": recipe}

@@ -17,13 +17,14 @@ from rosellm.models.loading import load_draft, load_parts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.streaming import StreamingManager
-from rosellm.roseinfer.steps.speculative import Always
+from rosellm.roseinfer.steps.pace import Always
 from rosellm.rosetrainer.bpe import train_tokenizer
 from rosellm.serve import main as serve
 from tests.helpers import random_model, refusal, small_config
 
 SOURCE = inspect.getsource(heapq._siftup).replace("childpos", "child")[:500]
 EDIT = f"{SOURCE}\n\n# Once more:\n\n{SOURCE[:150]}"
+DRAFTED = replace(LADDER["speculative"], speculation="draft")
 SMALL = {"device": "cpu", "dtype": "float32", "max_batch_size": 4}
 
 
@@ -122,7 +123,8 @@ def test_the_shipped_draft_models_give_the_same_text_in_fewer_steps(model):
         ({"speculation": "draft", "draft_model": "nowhere/at-all"}, "'nowhere/at-all'"),
         ({"speculation": "draft", "model": "gpt2", "load_format": "dummy"}, "needs a draft_model, a smaller"),
         ({"speculative_tokens": 5}, "speculative_tokens is 5, but nothing drafts"),
-        ({"recipe": replace(LADDER["speculative"], speculation="draft")}, "a draft model go together"),
+        ({"recipe": DRAFTED, "model": "gpt2", "load_format": "dummy"}, "needs a draft_model, a smaller"),
+        ({"speculation": "ngram", "speculative_config": {"method": "ngram"}}, "both speculation and spec"),
         ({"speculative_config": {"method": "eagle"}}, 'use {"method": "ngram"'),
         ({"speculative_config": {"method": "draft_model"}}, 'use {"method": "ngram"'),
         ({"speculative_config": {"method": "ngram", "num_tokens": 5}}, 'use {"method": "ngram"'),
@@ -139,13 +141,12 @@ def test_what_cannot_be_is_one_line(options, told):
     ("sizes", "told"),
     [
         ({"vocab_size": 60}, "a vocabulary of 60 tokens, the model one of 101"),
-        ({"n_positions": 16}, "has 16 positions; max_model_len is 64"),
+        ({"n_positions": 16}, "has 16 positions; max_model_len is 64: use at most 16"),
     ],
 )
 def test_a_draft_model_must_have_the_tokens_and_the_positions(sizes, told):
-    recipe = replace(LADDER["speculative"], speculation="draft")
     with pytest.raises(OptionError, match=told):
-        Engine(random_model(1, small_config()), recipe=recipe, draft=random_model(1, small_config(**sizes)))
+        Engine(random_model(1, small_config()), recipe=DRAFTED, draft=random_model(1, small_config(**sizes)))
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused():

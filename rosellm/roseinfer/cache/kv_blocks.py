@@ -27,7 +27,8 @@ class KVBlocks:
 
     num_heads: number of key/value heads.
     caches: existing tensors of keys and values; None allocates them.
-    copy_on_ranks: runs :meth:`copy_block` on every rank; None if there is only one rank.
+    copy_everywhere: runs :meth:`copy_block` in every cache with these block ids, such as those of other ranks
+        and of a draft model; None if there is only this one.
 
     Callers keep a list of block ids per sequence and pass it in; methods that add tokens extend the list in
     place. A full shared block is never cloned: a new block follows it. A partly filled shared block is cloned
@@ -35,7 +36,7 @@ class KVBlocks:
     raised before anything changes.
     """
 
-    copy_on_ranks: Callable[[int, int], object] | None = None
+    copy_everywhere: Callable[[int, int], object] | None = None
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class KVBlocks:
         """
         self._check_room(1)
         clone = self._allocate(length)
-        (self.copy_on_ranks or self.copy_block)(block_id, clone)
+        (self.copy_everywhere or self.copy_block)(block_id, clone)
         self.free_blocks([block_id])
         return clone
 

@@ -125,10 +125,12 @@ def _fill_columns(columns: Tensor, counts: Tensor, starts: Tensor, apart: int) -
 
     apart: the distance of the rows' first tokens.
     """
-    index, pieces = torch.arange(len(counts), dtype=torch.int32), columns.shape[2]
+    index = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
+    pieces = columns.shape[2]
     for column, values in enumerate((index * apart, counts, starts, index * apart, starts, index)):
         columns[column] = values[:, None]
-    columns[6], columns[7] = torch.arange(pieces, dtype=torch.int32), pieces
+    columns[6] = torch.arange(pieces, dtype=torch.int32, device=counts.device)
+    columns[7] = pieces
 
 
 def drafts_after(text: Tensor, most: int, shortest: int = SHORTEST) -> Tensor:
@@ -213,8 +215,8 @@ def gather_uncached_ref(
     rows = len(state.rows)
     places, starts = len(ids) // rows, texts.n_cached[:rows].clone()
     counts = (state.positions - starts).clamp(0, places)
-    at = starts[:, None] + torch.arange(places)
-    there = torch.arange(places) < counts[:, None]
+    i = torch.arange(places, device=starts.device)
+    at, there = starts[:, None] + i, i < counts[:, None]
     tokens = texts.tokens[:rows].gather(1, torch.where(there, at, 0).long())
     ids.copy_(torch.where(there, tokens, 0).view(-1))
     positions.copy_(torch.where(there, at, INERT).view(-1))

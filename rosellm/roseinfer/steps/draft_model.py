@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts
@@ -21,7 +20,7 @@ from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs
 
-CAUGHT_UP = 2048  # tokens per call, at most
+MOST_CAUGHT_UP = 2048  # tokens per call
 USUAL_CONTEXT = 1024  # tokens, for which the attention variant is chosen
 
 
@@ -53,7 +52,7 @@ class DraftModel:
 
     def places(self, rows: int) -> int:
         """Return how many tokens of each of ``rows`` rows :meth:`catch_up` caches at most."""
-        return min(BLOCK_M, CAUGHT_UP // rows)
+        return min(BLOCK_M, MOST_CAUGHT_UP // rows)
 
     def draft(
         self, state: DeviceState, texts: Texts, n_drafts: int, mode: str, n_layers: int | None = None
@@ -68,6 +67,7 @@ class DraftModel:
         own, next_tokens = self._rows.first(len(state.rows)), self.prompts.next_tokens
         own.rows.copy_(state.rows)
         own.counts.zero_()  # neither penalties nor biases
+        own.positions.masked_fill_(texts.wants_drafts[: len(own.rows)] == 0, INERT)  # no slots are reserved
         mode = "filtered" if mode == "penalised" else mode
         variant = self.bind.variant(len(own.rows), self._longest, self._longest)
         layers, every_row = self.layers_for(len(own.rows)), self._every_row[: len(own.rows)]
@@ -77,7 +77,7 @@ class DraftModel:
                 next_tokens(hidden, own, mode, own, every_row)
                 self.drafting.note(state=own, texts=texts)
 
-    def catch_up(self, state: DeviceState, texts: Texts, n_layers: int | None = None) -> Tensor:
+    def catch_up(self, state: DeviceState, texts: Texts, n_layers: int | None = None) -> None:
         """Cache keys and values of tokens that plain steps added: the next :meth:`places` of each row."""
         rows, places = len(state.rows), self.places(len(state.rows))
         ids, positions = self._ids[: rows * places], self._positions[: rows * places]
@@ -85,4 +85,4 @@ class DraftModel:
         self.drafting.gather_uncached(state=state, texts=texts, ids=ids, positions=positions, columns=columns)
         nowhere = self._every_row[:0]
         inputs = PromptInputs(nowhere, nowhere, state.rows, ids, positions, columns)
-        return self.prompts.layers(inputs, n_layers=n_layers)
+        self.prompts.layers(inputs, n_layers=n_layers)

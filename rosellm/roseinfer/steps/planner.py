@@ -87,6 +87,7 @@ class Planner:
     reserved: number of its tokens that have slots in the KV cache.
     longest: its maximum number of tokens.
     n_drafts: number of draft tokens that a step may verify for it.
+    drafted: number of its tokens that the draft model has cached, with the same caveat, if there is one.
     accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64. For steps
         in flight, none are assumed to be accepted.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
@@ -99,11 +100,11 @@ class Planner:
         self._most_drafts = n_drafts
         self._n_drafting = 0  # steps in flight that verify drafts
         self._without_text: set[Sequence] = set()  # sequences whose text has not been sent
-        self.n_behind = 0  # the most tokens of a row that a draft model may not have cached
         self.counts = TokenCounts(n_rows, call)
         self.accepted = np.zeros(n_rows)
-        columns = np.zeros((6, n_rows), np.int64)
-        self.left, self.position, self.reserved, self.round, self.longest, self.n_drafts = columns
+        columns = np.zeros((7, n_rows), np.int64)
+        self.left, self.position, self.reserved, self.round, self.longest = columns[:5]
+        self.n_drafts, self.drafted = columns[5:]
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # min-heap
@@ -153,10 +154,13 @@ class Planner:
         self._send(sequences, indices, fields)
         return indices
 
-    def assign(self, sequences: list[Sequence], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def assign(
+        self, sequences: list[Sequence], positions: list[int], is_prefilled: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Give each sequence a state row, without sending it to the device.
 
         positions: number of cached tokens of each sequence.
+        is_prefilled: whether a prefill caches them and the next one, for a draft model, too.
 
         Returns the rows' indices int64 ``[n]`` and fields int32 ``[n, FIELDS]``. Raises ``OptionError``,
         changing nothing, if too few rows are free.
@@ -171,10 +175,10 @@ class Planner:
         self._running = None
         if self._most_drafts and sequences:
             self._without_text.update(sequences)
+            # With min_tokens, the host lifts bans between steps, one token at a time.
             self.n_drafts[indices] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
-            self.n_behind = max(
-                self.n_behind, *(n - s.n_prompt for s, n in zip(sequences, positions, strict=True))
-            )
+            pairs = zip(sequences, positions, strict=True)
+            self.drafted[indices] = [n + 1 if is_prefilled else min(s.n_prompt, n) for s, n in pairs]
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
@@ -253,8 +257,9 @@ class Planner:
             drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
             self.accepted[batch.indices] *= np.where(drafts > 0, 1 - SMOOTHING, 1)
         self._n_drafting += n_drafts > 0
-        self.n_behind = 0 if n_drafts else self.n_behind + 1
         self.position[batch.indices] += 1 + drafts
+        if n_drafts:
+            self.drafted[batch.indices] = self.position[batch.indices]
         self.left[batch.indices] -= 1
         if not self.left[batch.indices].all():
             self._running = None
@@ -266,11 +271,16 @@ class Planner:
         """
         drafts = np.minimum(self.n_drafts[indices], n_drafts)
         self.position[indices] -= drafts + 1 - counts
+        self.drafted[indices] -= drafts + 1 - counts
         self.accepted[indices] += SMOOTHING * (counts - 1)
         self.left[indices] = np.maximum(self.left[indices] - (counts - 1), 0)
         if not self.left[indices].all():
             self._running = None
         self._n_drafting -= 1
+
+    def n_behind(self, batch: Batch) -> int:
+        """Return the most tokens of a row that the draft model has not cached."""
+        return int((self.position - self.drafted)[batch.indices].max())
 
     def guess(self, indices: np.ndarray, accepted: float) -> bool:
         """Expect ``accepted`` draft tokens of rows about which nothing is known; return whether any are."""
@@ -289,10 +299,7 @@ class Planner:
         return self._row_of[sequence]
 
     def send_texts(self, batch: Batch) -> None:
-        """Send the known tokens of rows for which no step has drafted yet; the device adds those in flight.
-
-        Sequences with ``min_tokens`` get no drafts: the host lifts their bans between steps.
-        """
+        """Send the known tokens of rows for which no step has drafted; the device adds those in flight."""
         if self._without_text.isdisjoint(batch.sequences):
             return
         pairs = zip(batch.sequences, batch.indices.tolist(), strict=True)
@@ -300,9 +307,9 @@ class Planner:
         self._without_text.difference_update(s for s, _ in new)
         rows, length = np.array([index for _, index in new]), self.width * self.blocks.block_size
         known = [s.tokens for s, _ in new]
-        cached = [min(s.n_prompt, s.num_cached_tokens) for s, _ in new]
         places = [np.arange(len(own)) + index * length for own, (_, index) in zip(known, new, strict=True)]
-        words = np.concatenate((rows, self.n_drafts[rows] > 0, cached, *places, *known)).astype(np.int32)
+        flags = self.n_drafts[rows] > 0, self.drafted[rows]
+        words = np.concatenate((rows, *flags, *places, *known)).astype(np.int32)
         self._call("write_texts", words, len(rows))
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
@@ -335,8 +342,8 @@ class Planner:
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other indices on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
-        columns = self.left, self.position, self.reserved, self.longest, self.n_drafts, self.accepted
-        for column in columns:
+        columns = self.left, self.position, self.reserved, self.longest, self.n_drafts, self.drafted
+        for column in (*columns, self.accepted):
             column[targets] = column[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):

@@ -116,7 +116,7 @@ class ResidentStep:
         ring, (n_rows, width) = worker.state.ring.numpy(), worker.state.table.shape
         planner = Planner(n_rows, width, ring, worker.blocks, call, len(worker.state.planes) - 1)
         if group is not ALONE:
-            worker.blocks.copy_on_ranks = partial(call, "copy_block")
+            worker.blocks.copy_everywhere = partial(call, "copy_block")
         return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:

@@ -7,12 +7,9 @@ more than it saves.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,8 +34,9 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
 from rosellm.roseinfer.steps.draft_model import DraftModel
+from rosellm.roseinfer.steps.pace import Pace
 from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch
-from rosellm.roseinfer.steps.resident import RUN_AHEAD, Begun, ResidentStep
+from rosellm.roseinfer.steps.resident import Begun, ResidentStep
 from rosellm.roseinfer.steps.worker import Worker
 from rosellm.triton_or_none import next_power_of_2
 
@@ -47,12 +45,8 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
-MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
-MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
-FIRST_GUESS = 1.3  # accepted drafts of a new row, as a multiple of those that pay; less if these are many
-MANY = 1.0
-Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
+HOPEFUL, DOUBTFUL = 1.3, 0.9  # accepted drafts expected of a new row, as a multiple of those that pay
+MANY = 1.0  # accepted drafts that pay, above which a row must first show them
 
 
 def verify_rows(n_rows: int, n_drafts: int) -> int:
@@ -85,7 +79,7 @@ class SpeculativeWorker(Worker):
         self.n_drafts, self.invariant, self.draft = n_drafts, invariant, draft
         self._catch_ups: dict[int, Callable[[], object]] = {}
         if draft is not None:
-            self.blocks.copy_on_ranks = partial(self.call, "copy_block")
+            self.blocks.copy_everywhere = partial(self.call, "copy_block")
         self.config = model.config
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         self._wide = DeviceState(verify_rows(self.n_rows, n_drafts), self.state.table.shape[1], self.device)
@@ -224,7 +218,8 @@ class SpeculativeWorker(Worker):
         if counted is not None:
             self.drafting.count_accepted(**counted)
         if self.draft is not None:
-            self.texts.n_cached[: len(state.rows)].copy_(state.positions)
+            cached = self.texts.n_cached[: len(state.rows)]
+            cached.copy_(torch.where(state.positions >= 0, state.positions, cached))
 
     def _attend_in_one_tile(self, state: DeviceState, wide: DeviceState, variant: Variant) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""
@@ -302,7 +297,7 @@ class SpeculativeWorker(Worker):
 
     def _run_idle(self, bucket: int) -> None:
         super()._run_idle(bucket)
-        if self.draft is not None:
+        if self.draft is not None and self.drafts_for(bucket):
             self.draft.catch_up(self._idle.first(bucket), self.texts, 1)
         self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
         for variant in [one for one in self.variants(bucket) if one.startswith(VERIFY)][:1]:
@@ -310,9 +305,8 @@ class SpeculativeWorker(Worker):
 
     def _verify_idle(self, bucket: int, variant: str) -> None:
         idle = self._idle.first(bucket)
-        for mode in self.next_tokens.chooser.modes(bucket) if self.draft is not None else ("greedy",):
-            hidden, verified = self._verify(idle, variant, mode, 1)
         for mode in self.next_tokens.chooser.modes(bucket):
+            hidden, verified = self._verify(idle, variant, mode, 1)
             self._accept(hidden, idle, verified, mode)
 
     def _hidden(self, state: DeviceState, variant: str, n_layers: int | None = None) -> Tensor:
@@ -326,104 +320,6 @@ class SpeculativeWorker(Worker):
         else:
             self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
             super()._warm_up_step(bucket, mode, variant)
-
-
-class Pace:
-    """Decides from measurements whether the next step of a batch drafts.
-
-    A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
-    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
-        self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
-        self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
-        self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
-        self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
-        self.is_probing = False  # whether the latest decision was to draft although it does not pay
-
-    def rests(self, batch: Batch) -> bool:
-        """Return whether an earlier decision makes the next step of a batch plain."""
-        rests = batch is self._resting and self._since < self._until
-        self._since += rests
-        return rests
-
-    def rest(self, batch: Batch, n_steps: float = math.inf) -> None:
-        """Let a batch take ``n_steps`` plain steps after the last one that drafted."""
-        self._resting, self._until = batch, n_steps
-
-    def reconsider(self, has_new_rows: bool = False) -> None:
-        """Let the next step be decided by itself: more is known about accepted drafts, or rows are new."""
-        self._resting = NO_ROWS
-        if has_new_rows:
-            self._rest = FIRST_REST
-
-    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
-        """Return whether the next step of a batch drafts.
-
-        rows: the captured batch size.
-        accepted: the mean number of accepted drafts per row and drafting step, of late.
-        """
-        self.is_probing = False
-        chosen = self._chosen(rows, accepted, batch)
-        self._begun[rows, chosen] += 1
-        return chosen
-
-    def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
-        for kind in (True, False):
-            is_known = len(self._seconds[rows, kind]) > MEDIAN_OF // 2
-            if not is_known and self._begun[rows, kind] < MOST_TRIED:
-                return kind
-        longer = self.longer(rows)
-        pays = accepted > self.needed(rows)
-        if self._begun[rows, pays] > LASTING * longer:
-            for kind in (True, False):
-                self._seconds.pop((rows, kind), None)
-                self._begun[rows, kind] = 0
-        rest = self._rest * max(1.0, 1.5 * (longer - 1))
-        self.is_probing = not pays and self._since >= rest
-        if pays or self.is_probing:
-            self._rest = FIRST_REST if pays else min(2 * self._rest, LONGEST_REST)
-            self._since = 0
-            return True
-        self._begun[rows, False] += int(rest)
-        self.rest(batch, rest)
-        self._since += 1
-        return False
-
-    def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note the time of a step.
-
-        The time counts only after a few steps of the same kind: the host's work for a step delays later ones.
-        """
-        self._n_alike = self._n_alike + 1 if drafted is self._has_drafted else 1
-        self._has_drafted = drafted
-        if self._n_alike > RUN_AHEAD and (self._n_alike < 2 * MEDIAN_OF or self._n_alike % 8 == 0):
-            self._seconds[rows, drafted].append(seconds)
-
-    def longer(self, rows: int) -> float:
-        """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""
-        drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
-        return max(1.0, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
-
-    def needed(self, rows: int) -> float:
-        """Return how many accepted drafts per row and step pay."""
-        return MARGIN * self.longer(rows) - 1
-
-
-class Always(Pace):
-    """A pace at which every step drafts, or none."""
-
-    def __init__(self, drafts: bool = True) -> None:
-        super().__init__()
-        self._drafts = drafts
-
-    def rests(self, batch: Batch) -> bool:
-        return False
-
-    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
-        return self._drafts
 
 
 class SpeculativeStep(ResidentStep):
@@ -452,7 +348,7 @@ class SpeculativeStep(ResidentStep):
             n_drafts = self.worker.drafts_for(rows)
             self._able = batch, n_drafts, np.minimum(planner.n_drafts[batch.indices], n_drafts)
             needed = pace.needed(rows)
-            if planner.guess(batch.indices, needed * (FIRST_GUESS if needed <= MANY else 0.9)):
+            if planner.guess(batch.indices, needed * (HOPEFUL if needed <= MANY else DOUBTFUL)):
                 pace.reconsider(has_new_rows=True)
         _, n_drafts, able = self._able
         if not able.any():
@@ -472,7 +368,7 @@ class SpeculativeStep(ResidentStep):
             return
         longest = int(self.planner.cached_at_most(batch).max())
         if self.worker.draft is not None:
-            for _ in range(0, self.planner.n_behind, self.worker.draft.places(rows)):
+            for _ in range(0, self.planner.n_behind(batch), self.worker.draft.places(rows)):
                 self._call("catch_up", rows)
         self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN
+from rosellm.roseinfer.cache.device_state import COUNTS, INERT, POSITION, TOKEN, DeviceState
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import speculation
 from rosellm.roseinfer.kernels.speculation import Texts, Verified
@@ -21,9 +21,10 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.steps.pace import Pace
 from rosellm.roseinfer.steps.planner import Batch, Planner
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
-from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, Pace, SpeculativeStep
+from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, SpeculativeStep
 from rosellm.roseinfer.steps.worker import Clock
 from tests.helpers import FAMILIES, ON_GPU, random_model, random_prompts, small_config, small_engine
 
@@ -323,17 +324,12 @@ def test_all_drafts_of_the_model_itself_are_accepted_after_plain_steps_too(famil
     run(engine, prompts[1:2], wishes(["greedy"], 2))
     prompts.append(prompts[1] + [9, 8, 7])
     kinds = iter([True, *[False] * 5, True, True] * 20)
-    engine.step.pace.drafts = lambda rows, accepted, batch: next(kinds)
-    planner, counts = engine.step.planner, []
-    accept = planner.accept
-    planner.accept = lambda rows, n, n_drafts: (
-        counts.append((planner.left[rows], n)) or accept(rows, n, n_drafts)
-    )
+    counts = accepting(engine, lambda: next(kinds))
     params = wishes(["greedy", "drawn", "filtered"] * 2, 40)[: len(prompts)]
     _, plain = run(small_engine(model), prompts, params)
     _, drafted = run(engine, prompts, params)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert counts and all((n[left >= k] == k + 1).all() for left, n in counts)
+    assert counts and all((n == k + 1).all() for n in counts)
 
 
 @pytest.mark.parametrize("more", [{}, {"prefix_cache": True}, {"num_kv_blocks": 22}, {"deterministic": True}])
@@ -353,6 +349,80 @@ def test_whatever_a_draft_model_drafts_the_tokens_are_those_of_single_steps(devi
     for _ in range(1 + ("prefix_cache" in more)):
         _, drafted = run(engine, prompts, params, prefill_chunk=64 if "deterministic" in more else 16)
         assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+
+
+def accepting(engine: Engine, kinds: Callable[[], bool] = lambda: True) -> list[np.ndarray]:
+    """The tokens that each drafting step gives each row that has enough left; the list grows."""
+    planner, counts, accept = engine.step.planner, [], engine.step.planner.accept
+
+    def spy(rows, n, n_drafts):
+        own = (planner.left[rows] >= n_drafts) & (planner.n_drafts[rows] > 0)
+        counts.append(n[own])
+        accept(rows, n, n_drafts)
+
+    planner.accept = spy
+    engine.step.pace.drafts = lambda rows, accepted, batch: kinds()
+    return counts
+
+
+def test_a_request_without_drafts_leaves_the_keys_of_others_as_they_are():
+    """Its rows would be cached in the first block: it has no slots for drafts."""
+    model, first = model_of("gpt2"), random_prompts([30], seed=6)[0]
+    engine = draft_engine(model, model, 7, prefix_cache=True)
+    counts = accepting(engine)
+    run(engine, [first], wishes(["greedy"], 4))
+    late = SamplingParams(max_tokens=40, min_tokens=40, ignore_eos=True)
+    run(engine, random_prompts([7, 7], seed=7), [late, *wishes(["greedy"])])
+    counts.clear()
+    run(engine, [first], wishes(["greedy"], 40))
+    assert counts and all((n == 8).all() for n in counts)
+
+
+@pytest.mark.parametrize("n_plain", [1, 2])
+def test_a_chat_goes_on_with_all_drafts_accepted_after_turns_of_plain_steps(n_plain):
+    model, text = model_of("gpt2"), random_prompts([20], seed=8)[0]
+    engine, drafts = draft_engine(model, model, 3, prefix_cache=True), []
+    counts = accepting(engine, lambda: drafts[-1])
+    for kind in [False] * n_plain + [True]:
+        drafts.append(kind)
+        text = text + run(engine, [text], wishes(["greedy"], 20))[1][0].token_ids + [5, 6]
+    assert counts and all((n == 4).all() for n in counts)
+
+
+def test_requests_that_ended_long_ago_are_not_caught_up_with():
+    model, drafts = model_of("gpt2"), []
+    engine = draft_engine(model, model, 3)
+    accepting(engine, lambda: drafts[-1])
+    calls, call = [], engine.step._call
+    engine.step._call = lambda name, *given: calls.append(name) or call(name, *given)
+    for kind in (False, False, True):
+        drafts.append(kind)
+        run(engine, random_prompts([9, 4], seed=1), wishes(["greedy", "drawn"], 90))
+    assert "decode" in calls and "catch_up" not in calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_draft_model_drafts_for_filtered_and_penalised_requests_in_every_dtype(dtype):
+    model = model_of("qwen3").to(dtype)
+    params = wishes(["filtered", "penalised"])
+    _, outputs = run(drafting(draft_engine(model, model)), random_prompts([5, 9], seed=1), params)
+    assert [len(one.token_ids) for one in outputs] == [N_TOKENS, N_TOKENS + 1]
+
+
+def test_a_warm_up_among_requests_leaves_their_drafts_right():
+    model = model_of("gpt2")
+    engine = draft_engine(model, model, 3)
+    counts, worker = accepting(engine), engine.step.worker
+    sizes = len(worker.state.rows), worker.state.table.shape[1], worker.device, (), len(worker.state.planes)
+    worker._idle = DeviceState(*sizes)  # as on a GPU
+    sequence = engine.make_sequence(random_prompts([9], seed=1)[0], wishes(["greedy"], 60)[0])
+    engine.prefill([sequence])
+    engine.decode([sequence])
+    with torch.inference_mode():
+        worker._run_idle(1)
+    while not sequence.is_finished:
+        engine.decode([sequence])
+    assert all((n == 4).all() for n in counts)
 
 
 class Clocked:

@@ -1,0 +1,114 @@
+"""When a batch drafts: decided on the host, from the times and the accepted drafts of earlier steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from functools import partial
+from statistics import median
+
+from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
+from rosellm.roseinfer.steps.resident import RUN_AHEAD
+
+FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
+MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
+MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
+Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
+
+
+class Pace:
+    """Decides from measurements whether the next step of a batch drafts.
+
+    A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
+    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
+        self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
+        self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
+        self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
+        self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
+        self.is_probing = False  # whether the latest decision was to draft although it does not pay
+
+    def rests(self, batch: Batch) -> bool:
+        """Return whether an earlier decision makes the next step of a batch plain."""
+        rests = batch is self._resting and self._since < self._until
+        self._since += rests
+        return rests
+
+    def rest(self, batch: Batch, n_steps: float = math.inf) -> None:
+        """Let a batch take ``n_steps`` plain steps after the last one that drafted."""
+        self._resting, self._until = batch, n_steps
+
+    def reconsider(self, has_new_rows: bool = False) -> None:
+        """Let the next step be decided by itself: more is known about accepted drafts, or rows are new."""
+        self._resting = NO_ROWS
+        if has_new_rows:
+            self._rest = FIRST_REST
+
+    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
+        """Return whether the next step of a batch drafts.
+
+        rows: the captured batch size.
+        accepted: the mean number of accepted drafts per row and drafting step, of late.
+        """
+        self.is_probing = False
+        chosen = self._chosen(rows, accepted, batch)
+        self._begun[rows, chosen] += 1
+        return chosen
+
+    def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
+        for kind in (True, False):
+            is_known = len(self._seconds[rows, kind]) > MEDIAN_OF // 2
+            if not is_known and self._begun[rows, kind] < MOST_TRIED:
+                return kind
+        longer = self.longer(rows)
+        pays = accepted > self.needed(rows)
+        if self._begun[rows, pays] > LASTING * longer:
+            for kind in (True, False):
+                self._seconds.pop((rows, kind), None)
+                self._begun[rows, kind] = 0
+        rest = self._rest * max(1.0, 1.5 * (longer - 1))
+        self.is_probing = not pays and self._since >= rest
+        if pays or self.is_probing:
+            self._rest = FIRST_REST if pays else min(2 * self._rest, LONGEST_REST)
+            self._since = 0
+            return True
+        self._begun[rows, False] += int(rest)
+        self.rest(batch, rest)
+        self._since += 1
+        return False
+
+    def note(self, rows: int, drafted: bool, seconds: float) -> None:
+        """Note the time of a step.
+
+        The time counts only after a few steps of the same kind: the host's work for a step delays later ones.
+        """
+        self._n_alike = self._n_alike + 1 if drafted is self._has_drafted else 1
+        self._has_drafted = drafted
+        if self._n_alike > RUN_AHEAD and (self._n_alike < 2 * MEDIAN_OF or self._n_alike % 8 == 0):
+            self._seconds[rows, drafted].append(seconds)
+
+    def longer(self, rows: int) -> float:
+        """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""
+        drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
+        return max(1.0, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
+
+    def needed(self, rows: int) -> float:
+        """Return how many accepted drafts per row and step pay."""
+        return MARGIN * self.longer(rows) - 1
+
+
+class Always(Pace):
+    """A pace at which every step drafts, or none."""
+
+    def __init__(self, drafts: bool = True) -> None:
+        super().__init__()
+        self._drafts = drafts
+
+    def rests(self, batch: Batch) -> bool:
+        return False
+
+    def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
+        return self._drafts
