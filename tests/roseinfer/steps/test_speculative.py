@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -411,8 +412,8 @@ def test_a_draft_model_drafts_for_filtered_and_penalised_requests_in_every_dtype
 
 def test_a_warm_up_among_requests_leaves_their_drafts_right():
     model = model_of("gpt2")
-    engine = draft_engine(model, model, 3)
-    counts, worker = accepting(engine), engine.step.worker
+    engine, kinds = draft_engine(model, model, 3), cycle([True, False])
+    counts, worker = accepting(engine, lambda: next(kinds)), engine.step.worker
     sizes = len(worker.state.rows), worker.state.table.shape[1], worker.device, (), len(worker.state.planes)
     worker._idle = DeviceState(*sizes)  # as on a GPU
     sequence = engine.make_sequence(random_prompts([9], seed=1)[0], wishes(["greedy"], 60)[0])
