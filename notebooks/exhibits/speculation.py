@@ -14,7 +14,7 @@ from rosellm.lab.records.records import Results
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.speculation import drafts_after
 from rosellm.roseinfer.recipe import speculating
-from rosellm.roseinfer.steps.speculative import Always
+from rosellm.roseinfer.steps.pace import Always
 from rosellm.rosetrainer.training import window_logits
 
 Propose = Callable[[list[int], int], list[int] | None]

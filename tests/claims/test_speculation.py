@@ -10,7 +10,8 @@ import nbformat
 from rosellm.lab.records.records import find
 from rosellm.models.checkpoint import DRAFT_OF
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.steps.speculative import FIRST_REST, LONGEST_REST, MARGIN, MOST_VERIFIED
+from rosellm.roseinfer.steps.pace import FIRST_REST, LONGEST_REST, MARGIN
+from rosellm.roseinfer.steps.speculative import MOST_VERIFIED
 from tests.claims.reading import ROOT, claim, prose, said, table_row
 
 speculation = load_exhibit("speculation")
