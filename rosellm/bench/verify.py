@@ -1,8 +1,9 @@
 """The time of a step that verifies drafts: ``python -m rosellm.bench verify --drafts 1,3,7,15``.
 
 Steps with and without drafts of one engine take turns, after prompts of random ids. Every row has as many
-drafts as asked. With ``--traces``, a record of ``rosellm.bench drafts``, whole runs follow in which every
-step accepts as many drafts as the steps of that record did, whatever the model chooses.
+drafts as asked, and draws its tokens at temperature 1. With ``--traces``, a record of ``rosellm.bench
+drafts``, whole runs follow in which every step accepts as many drafts as the steps of that record did,
+whatever the model chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -58,30 +60,30 @@ def run(given: Namespace) -> None:
     sizes = {"max_batch_size": max(given.rows), "max_model_len": length, "warm_up": False}
     figures: dict[str, Any] = {}
     for k in given.drafts:
-        recipe = speculating(None, "ngram", gpt.device)
-        engine = Engine(gpt, tokenizer, recipe=recipe, speculative_tokens=k, **sizes)
-        bench = Bench(engine, k)
-        for rows in given.rows:
-            if bench.step.worker.drafts_for(min(batch_bucket(rows), max(given.rows))) < k:
-                continue  # such steps verify fewer drafts
-            for prompt_tokens in given.prompt_tokens:
-                found = bench.steps(rows, prompt_tokens, given.turns)
-                key = f"{rows} × {prompt_tokens}"
-                figures.setdefault(key, {})[k] = found
-                plain, verify = median(found["plain"]), median(found["verify"])
-                ratio = verify / plain
-                print(f"{key:>10}, {k:2} drafts: {plain:8.0f} → {verify:8.0f} µs, {ratio:.2f}", flush=True)
-            for name, counts_of_steps in traces.items():
-                each, seconds = bench.replayed(rows, given.prompt_tokens[0], counts_of_steps, given.turns)
+        options = {"recipe": speculating(None, "ngram", gpt.device), "speculative_tokens": k, **sizes}
+        bench = Bench(Engine(gpt, tokenizer, **options), k)
+        facts = {"model": Path(given.model).name, "load_format": given.load_format}
+        facts |= {"engine": engine_facts(bench.engine), "figures": figures}
+        for rows, prompt_tokens in product(bench.with_all_drafts(given.rows), given.prompt_tokens):
+            found = bench.steps(rows, prompt_tokens, given.turns)
+            key = f"{rows} × {prompt_tokens}"
+            figures.setdefault(key, {})[k] = found
+            plain, verify = median(found["plain"]), median(found["verify"])
+            ratio = verify / plain
+            print(f"{key:>10}, {k:2} drafts: {plain:8.0f} → {verify:8.0f} µs, {ratio:.2f}", flush=True)
+        del bench
+        if traces:
+            bench = Replays(Engine(gpt, tokenizer, **options), k)
+            for rows, (name, given_counts) in product(bench.with_all_drafts(given.rows), traces.items()):
+                each, seconds = bench.replayed(rows, given.prompt_tokens[0], given_counts, given.turns)
+                key = f"{rows} × {given.prompt_tokens[0]}"
                 replayed = {"tokens_per_step": each, "seconds_per_step": seconds}
-                figures[f"{rows} × {given.prompt_tokens[0]}"][k].setdefault("replayed", {})[name] = replayed
+                figures[key][k].setdefault("replayed", {})[name] = replayed
                 gain = each * median(seconds["plain"]) / median(seconds["drafting"])
-                print(f"{'':10}  {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
+                print(f"{key:>10}, {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
+            del bench
         if given.json:
-            facts = {"model": Path(given.model).name, "load_format": given.load_format}
-            facts |= {"engine": engine_facts(engine), "figures": figures}
             write_record(given.json, new_record("verify_steps", gpt.device, **facts))
-        del engine, bench
 
 
 def read_traces(file: Path) -> dict[str, list[int]]:
@@ -102,21 +104,65 @@ class Run(NamedTuple):
 
 
 class Bench:
-    """An engine whose steps draft ``k`` tokens per row when they are asked to, from any text.
-
-    A replayed run reads from ``trace`` how many tokens each step gives. Seven small operators then replace
-    the drafts by right and wrong ones, after the model has chosen.
-    """
+    """An engine whose steps draft ``k`` tokens per row when they are asked to, from any text."""
 
     def __init__(self, engine: Engine, k: int) -> None:
         assert isinstance(engine.step, SpeculativeStep)
         self.engine, self.step, self.k = engine, engine.step, k
-        worker, drafting = engine.step.worker, engine.step.worker.drafting
+        drafting = self.step.worker.drafting
+        self.step.worker.drafting = drafting._replace(propose=partial(drafting.propose, shortest=0))
+
+    def with_all_drafts(self, rows: list[int]) -> list[int]:
+        """Return the batch sizes whose steps verify ``k`` drafts per row; larger ones verify fewer."""
+        takes = self.step.worker.drafts_for
+        return [n for n in rows if takes(min(batch_bucket(n), max(rows))) == self.k]
+
+    def steps(self, rows: int, prompt_tokens: int, turns: int) -> dict[str, list[float]]:
+        """Return the median µs of steps without and with drafts, for each turn."""
+        kinds = {"plain": False, "verify": True}
+        for drafts in kinds.values():
+            self.run(rows, prompt_tokens, drafts, STEPS)
+        found: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(turns):
+            for name, drafts in kinds.items():
+                run = self.run(rows, prompt_tokens, drafts, STEPS)
+                found[name].append(median(run.steps[SKIPPED:]) * 1e6)
+        return found
+
+    def run(self, rows: int, prompt_tokens: int, drafts: bool, n_steps: int) -> Run:
+        """Take decode steps, after prompts of random ids."""
+        engine, step, draw = self.engine, self.step, random.Random(0)
+        params = SamplingParams(temperature=1.0, max_tokens=(self.k + 1) * (n_steps + 3), ignore_eos=True)
+        vocab = engine.config.vocab_size
+        prompts = [[draw.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(rows)]
+        sequences: list[Sequence] = [engine.make_sequence(prompt, params) for prompt in prompts]
+        engine.prefill(sequences)
+        step.pace = Always(drafts)
+        done: list[Done] = []
+        start = perf_counter()
+        for _ in range(n_steps):
+            engine.begin_decode(sequences)
+            done += step.collect(leave=step.run_ahead)
+        done += step.collect()
+        taken = perf_counter() - start
+        for sequence in sequences:
+            engine.release(sequence)
+        n_tokens = sum(sum(one.counts or [1] * len(one.sequences)) for one in done)
+        return Run([one.seconds for one in done], taken, n_tokens)
+
+
+class Replays(Bench):
+    """A :class:`Bench` in which a trace says how many tokens each step gives.
+
+    Seven small operators replace the drafts by right and wrong ones, after the model has chosen.
+    """
+
+    def __init__(self, engine: Engine, k: int) -> None:
+        super().__init__(engine, k)
+        worker, device = self.step.worker, engine.device
         self._choose: Callable[..., Tensor] = chosen_ref if engine.kernels.name == "torch" else choose
-        self._accept = drafting.accept
-        propose = partial(drafting.propose, shortest=0)
-        worker.drafting = drafting._replace(propose=propose, accept=self._accept_by_trace)
-        device = engine.device
+        self._accept = worker.drafting.accept
+        worker.drafting = worker.drafting._replace(accept=self._accept_by_trace)
         self._trace = torch.zeros(RUN_STEPS + 8, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._place = torch.arange(1, k + 1, device=device)
@@ -130,18 +176,6 @@ class Bench:
         drafts[:, 1:] = pairs[:, :-1] + is_wrong
         self._step.add_(1).remainder_(len(self._trace))
         self._accept(state=state, texts=texts, verified=verified, values=None, indices=chosen[:, None])
-
-    def steps(self, rows: int, prompt_tokens: int, turns: int) -> dict[str, list[float]]:
-        """Return the median µs of steps without and with drafts, for each turn."""
-        kinds = {"plain": False, "verify": True}
-        for drafts in kinds.values():
-            self._run(rows, prompt_tokens, drafts, STEPS)
-        found: dict[str, list[float]] = {name: [] for name in kinds}
-        for _ in range(turns):
-            for name, drafts in kinds.items():
-                run = self._run(rows, prompt_tokens, drafts, STEPS)
-                found[name].append(median(run.steps[SKIPPED:]) * 1e6)
-        return found
 
     def replayed(
         self, rows: int, prompt_tokens: int, given: list[int], turns: int
@@ -161,29 +195,8 @@ class Bench:
         for _ in range(turns):
             for name, drafts in (("plain", False), ("drafting", True)):
                 self._step.zero_()
-                one = self._run(rows, prompt_tokens, drafts, RUN_STEPS)
+                one = self.run(rows, prompt_tokens, drafts, RUN_STEPS)
                 found[name].append(one.seconds / RUN_STEPS)
             gained.append(one.n_tokens / rows / RUN_STEPS)
         self._trace.zero_()
         return mean(gained), found
-
-    def _run(self, rows: int, prompt_tokens: int, drafts: bool, n_steps: int) -> Run:
-        """Take decode steps, after prompts of random ids."""
-        engine, step, draw = self.engine, self.step, random.Random(0)
-        params = SamplingParams(temperature=0.0, max_tokens=(self.k + 1) * (n_steps + 3), ignore_eos=True)
-        vocab = engine.config.vocab_size
-        prompts = [[draw.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(rows)]
-        sequences: list[Sequence] = [engine.make_sequence(prompt, params) for prompt in prompts]
-        engine.prefill(sequences)
-        step.pace = Always(drafts)
-        done: list[Done] = []
-        start = perf_counter()
-        for _ in range(n_steps):
-            engine.begin_decode(sequences)
-            done += step.collect(leave=step.run_ahead)
-        done += step.collect()
-        taken = perf_counter() - start
-        for sequence in sequences:
-            engine.release(sequence)
-        n_tokens = sum(sum(one.counts or [1] * len(one.sequences)) for one in done)
-        return Run([one.seconds for one in done], taken, n_tokens)
