@@ -217,18 +217,18 @@ class Planner:
         drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
         return np.minimum(position + drafts, self.longest[batch.indices] - 2)
 
-    def grow(self, batch: Batch, n_drafts: int = 0) -> None:
+    def grow(self, batch: Batch, n_drafts: int = 0) -> np.ndarray:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
         n_drafts: number of draft tokens that the next step verifies per row.
 
-        Raises ``KVCacheExhausted`` if blocks run out; slots reserved until then are kept. No step has begun
-        by then.
+        Returns :meth:`cached_at_most`. Raises ``KVCacheExhausted`` if blocks run out; slots reserved until
+        then are kept. No step has begun by then.
         """
         needed = self.cached_at_most(batch, n_drafts)
         short = np.flatnonzero(needed >= self.reserved[batch.indices])
         if not short.size:
-            return
+            return needed
         grown: list[int] = []
         try:
             for i in short.tolist():
@@ -239,6 +239,7 @@ class Planner:
             if grown:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
+        return needed
 
     def allow_stops(self) -> None:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
@@ -255,7 +256,7 @@ class Planner:
         drafts: np.ndarray | int = 0
         if n_drafts:
             drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
-            self.accepted[batch.indices] *= np.where(drafts > 0, 1 - SMOOTHING, 1)
+            self.accepted[batch.indices] *= 1 - SMOOTHING
         self._n_drafting += n_drafts > 0
         self.position[batch.indices] += 1 + drafts
         if n_drafts:

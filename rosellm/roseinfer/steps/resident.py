@@ -216,14 +216,14 @@ class ResidentStep:
             rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
             n_drafts = self._n_drafts(rows, batch)
             with profile_range(f"{STEP_RANGE}.reserve"):
-                planner.grow(batch, n_drafts)
+                cached = planner.grow(batch, n_drafts)
                 planner.deactivate()
                 planner.allow_stops()
             self._start()
             with profile_range(f"{STEP_RANGE}.model"):
                 if batch is not self._plan.batch:
                     self._plan = self._plan_of(batch, batch.indices)
-                self._launch(rows, batch, n_drafts)
+                self._launch(rows, batch, n_drafts, cached)
                 self._find_logprobs(self._plan.asking, n_drafts)
             self._note("decode", self._plan, n_drafts, rows)
             planner.advance(batch, slice(rows), n_drafts)
@@ -233,14 +233,10 @@ class ResidentStep:
         """Return how many draft tokens the next step verifies per row: none."""
         return 0
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
-        """Run the step."""
-        self._call("decode", rows, self._plan.mode, self._variant(rows, batch))
-
-    def _variant(self, rows: int, batch: Batch) -> str:
-        """Return the attention variant for the numbers of cached tokens in the batch."""
-        cached = self.planner.cached_at_most(batch)
-        return self.worker.variant(rows, int(cached.max()), float(cached.mean()))
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: np.ndarray) -> None:
+        """Run the step. cached: number of cached tokens of each sequence, at most, ``[n]``."""
+        variant = self.worker.variant(rows, int(cached.max()), float(cached.mean()))
+        self._call("decode", rows, self._plan.mode, variant)
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
         mode = self.worker.next_tokens.chooser.mode([s.params for s in batch.sequences])

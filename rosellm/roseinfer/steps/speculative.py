@@ -19,15 +19,14 @@ from torch import Tensor
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
-from rosellm.roseinfer.kernels import attention
-from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.linear import shared_memory
+from rosellm.roseinfer.kernels import attention, ring
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT
 from rosellm.roseinfer.kernels.prefill import Launch, launch_for
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles
 from rosellm.roseinfer.kernels.speculation import DraftKernels, Texts, Verified
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
-from rosellm.roseinfer.kernels.verify_attention import fastest_variant, verify_attention
+from rosellm.roseinfer.kernels.verify_attention import fastest_variant, takes, verify_attention
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.logprobs import add_likely
 from rosellm.roseinfer.outputs import Done
@@ -88,13 +87,13 @@ class SpeculativeWorker(Worker):
         numbers = torch.zeros(2, self.n_rows, dtype=torch.int32, device=self.device)
         self.texts = Texts(tokens, *numbers)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
-        self.in_one_tile = not (invariant or self.config.window) and is_stock(kernels, "append_and_attend")
+        queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
+        can_run = ring.runs_on(self.device, model.dtype) and is_stock(kernels, "append_and_attend")
+        self.in_one_tile = can_run and not (invariant or self.config.window) and takes(*queries)
         self._attention = partial(verify_attention, dependent=drafting.dependent)
-        self._prompt_layers_for = packed.layers_for
         self._layers_for = self.layers_for if invariant or self.in_one_tile else packed.layers_for
         self._launch = {}
         on_gpu = self.device.type == "cuda"
-        self._shared_bytes = shared_memory(self.device) or 0
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
         usual = launch_for(model.dtype, self.config.head_dim, self.config.group)
         self._heads = min(self.config.group & -self.config.group, HEADS_AT_ONCE)
@@ -158,8 +157,8 @@ class SpeculativeWorker(Worker):
         """
         c = self.config
         if self.in_one_tile:
-            tile = c.group * (self.drafts_for(rows) + 1), c.head_dim, self.blocks.k_cache.itemsize
-            sizes = rows, c.n_kv_heads, longest, self._num_sms, *tile, self._shared_bytes
+            queries = c.group * (self.drafts_for(rows) + 1)
+            sizes = rows, c.n_kv_heads, longest, self._num_sms, queries, c.head_dim
             return f"{VERIFY}{fastest_variant(*sizes)}"
         programs = max(1, rows * c.n_heads // self._heads)
         most = 1 if self.invariant else min(2 * self._num_sms // programs, longest // KEYS_OF_PIECE)
@@ -201,10 +200,7 @@ class SpeculativeWorker(Worker):
             attend = self._attend_in_one_tile(state, wide, chosen)
         else:
             attend = self._attend_by_rows(wide) if self.invariant else self._attend_by_tiles(state, verified)
-        layers_for = self._layers_for
-        if self.in_one_tile and chosen.pieces and len(state.rows) > 2:  # each piece would add up ranges of K
-            layers_for = self._prompt_layers_for
-        return layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
+        return self._layers_for(len(wide.rows))(wide.tokens, wide.positions, attend, n_layers), verified
 
     def _accept(self, hidden: Tensor, state: DeviceState, verified: Verified, mode: str) -> None:
         chooser, counted = self.next_tokens.chooser, None
@@ -223,7 +219,7 @@ class SpeculativeWorker(Worker):
 
     def _attend_in_one_tile(self, state: DeviceState, wide: DeviceState, variant: Variant) -> Attend:
         """Return an attention that reads each row's cache once for all of its verify rows."""
-        plan = self.kernels.plan_attention(state.positions, variant, None)
+        plan = Plan(variant)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attention(
@@ -246,7 +242,7 @@ class SpeculativeWorker(Worker):
         """Return the attention of prefills, for which each row's new tokens are a chunk of a prompt."""
         assert verified.columns is not None
         size = max(SMALLEST_DOT, next_power_of_2(verified.n_drafts + 1))
-        tiles = Tiles(verified.columns, size, verified.pieces > 1, alone=True)
+        tiles = Tiles(verified.columns, size, verified.pieces > 1, are_drafts=True)
         position, attend_tiles = self.kernels.position_heads, self.kernels.prefill_attention
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -336,7 +332,7 @@ class SpeculativeStep(ResidentStep):
         self._planes = self.worker.state.planes.numpy()
         self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
         self._latest_places = 1  # its verify rows per row
-        self._able = NO_ROWS, 0, np.zeros(0)  # of the latest batch: drafts per row, at most and by row
+        self._able = NO_ROWS, 0, NO_ROWS.indices  # of the latest batch: drafts per row, at most and by row
         self._asking: tuple[np.ndarray, int, np.ndarray] | None = None  # a plan's, for drafts: of their rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
@@ -345,13 +341,13 @@ class SpeculativeStep(ResidentStep):
             return 0
         pace, planner = self.pace, self.planner
         if batch is not self._able[0]:
-            n_drafts = self.worker.drafts_for(rows)
-            self._able = batch, n_drafts, np.minimum(planner.n_drafts[batch.indices], n_drafts)
+            able = np.minimum(planner.n_drafts[batch.indices], self.worker.drafts_for(rows))
+            self._able = batch, int(able.max()), able
             needed = pace.needed(rows)
             if planner.guess(batch.indices, needed * (HOPEFUL if needed <= MANY else DOUBTFUL)):
                 pace.reconsider(has_new_rows=True)
         _, n_drafts, able = self._able
-        if not able.any():
+        if not n_drafts:
             pace.rest(batch)
             return 0
         accepted = np.minimum(planner.accepted[batch.indices], able)
@@ -362,15 +358,14 @@ class SpeculativeStep(ResidentStep):
         planner.send_texts(batch)
         return n_drafts
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int) -> None:
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: np.ndarray) -> None:
         if not n_drafts:
-            super()._launch(rows, batch, 0)
+            super()._launch(rows, batch, 0, cached)
             return
-        longest = int(self.planner.cached_at_most(batch).max())
         if self.worker.draft is not None:
             for _ in range(0, self.planner.n_behind(batch), self.worker.draft.places(rows)):
                 self._call("catch_up", rows)
-        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, longest))
+        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, int(cached.max())))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         if not asking.size:
