@@ -164,12 +164,17 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 
 @triton.jit
-def _cut_row(starts_ptr, covers_ptr, BY_CUT: tl.constexpr):
+def _cut_row(starts_ptr, covers_ptr, PIECES: tl.constexpr, BY_CUT: tl.constexpr):
     """Return a program's row and its first and last piece, which are equal if there is nothing to combine.
 
+    PIECES: pieces of every row, if there is no plan.
     BY_CUT: programs are numbered by the cuts between pieces, rather than by rows.
     """
-    if BY_CUT:
+    if covers_ptr is None:
+        row = tl.program_id(0).to(tl.int64)
+        first = row * PIECES
+        last = first + PIECES - 1
+    elif BY_CUT:
         cut = tl.program_id(0)
         row = tl.load(starts_ptr + 2 * cut + 2).to(tl.int64)
         inside = tl.load(starts_ptr + 2 * cut + 3) > 0
@@ -186,7 +191,7 @@ def _cut_row(starts_ptr, covers_ptr, BY_CUT: tl.constexpr):
 @triton.jit
 def _combine_pieces_kernel(
     out_ptr, partial, starts_ptr, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, PIECES: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store the weighted mean of a row's partial results, for one query head per program.
 
@@ -195,7 +200,7 @@ def _combine_pieces_kernel(
     """
     head = tl.program_id(1)
     d = tl.arange(0, D)
-    row, first, last = _cut_row(starts_ptr, covers_ptr, BY_CUT)
+    row, first, last = _cut_row(starts_ptr, covers_ptr, PIECES, BY_CUT)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     if first < last:
@@ -224,13 +229,16 @@ def _combine_pieces_kernel(
 def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = False) -> None:
     """Combine the partial results of split rows into out ``[B, H, D]``; whole rows are left unchanged.
 
+    Without ``plan.covers``, every row has the same number of pieces.
+
     dependent: the launch mode, as in ``launch_options``.
     """
     batch, n_heads, head_dim = out.shape
     padded = next_power_of_2(head_dim)
     parts = min(COMBINED_AT_ONCE, next_power_of_2(plan.variant.pieces // batch + 2))
     warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
+    each = plan.variant.pieces // batch if plan.covers is None else 0
     _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
-        out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, by_cut,
+        out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, each, by_cut,
         num_warps=warps, **launch_options(dependent),
     )  # fmt: skip

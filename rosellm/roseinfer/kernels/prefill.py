@@ -225,6 +225,16 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
     tl.store(cache.v + slot, v, mask=target)
 
 
+@triton.jit
+def _harmless(k, v):
+    """Return keys and values in which a value that is not finite is 0, and its token's key NaN.
+
+    Times a weight of 0, a refused draft's value would spoil the tokens before it.
+    """
+    zero = v.to(tl.float32) * 0
+    return k + tl.sum(zero, axis=1)[:, None].to(k.dtype), tl.where(zero == 0, v, 0.0)
+
+
 @triton.jit(
     do_not_specialize=["tiles_stride", "table_stride"],
     do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
@@ -232,7 +242,8 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
 def _prefill_attention_kernel(
     out_ptr, partial, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr,
     tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr, DRAFTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend with HEADS query heads of a tile per program: to the prefix, earlier new tokens, and the tile.
 
@@ -244,6 +255,8 @@ def _prefill_attention_kernel(
     If ``partial`` is given, the keys before a tile may be split among several programs, in whole tiles of
     keys. Each program processes the cached keys of its share; the last program also processes all other keys,
     and it alone stores the new ones.
+
+    DRAFTS: whether new tokens are drafts, some of which will be refused.
     """
     ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
@@ -323,6 +336,8 @@ def _prefill_attention_kernel(
         place = (first + begin).to(tl.int64) * new.kv_stride + new_tile
         k, v = _load_pair(new, place, own < n_rows, shape, True)
         _store_pair(cache, table_ptr, position + own, own < n_stored, k, v, kv_head, shape)
+        if DRAFTS:
+            k, v = _harmless(k, v)
         key = position + own  # rows past n_rows read zeros and are not stored
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
@@ -362,13 +377,14 @@ def prefill_attention(
     """
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
     block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)
-    if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.alone):
+    if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.are_drafts):
         raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
     out = q.new_empty(q.shape)
     partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None
     table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
     together = math.gcd(heads, shape.GROUP)
     blocks = {"BLOCK_M": tiles.size, "BLOCK_N": block_n, "DOT": dot_dtype(q), "WINDOW": window or 0}
+    blocks["DRAFTS"] = tiles.are_drafts
     copied = _described(new.k, new.v, block_n, shape)
     cached = None, None
     if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:

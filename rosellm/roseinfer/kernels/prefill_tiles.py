@@ -32,13 +32,13 @@ class Tiles:
     size: maximum number of queries per tile.
     in_pieces: whether a program may compute only one piece of its tile; False if every tile is a single
         piece.
-    alone: whether every sequence is a single tile.
+    are_drafts: whether every sequence is a single tile, of its last token and drafts.
     """
 
     columns: Tensor
     size: int
     in_pieces: bool = False
-    alone: bool = False
+    are_drafts: bool = False
 
 
 def pieces_for(

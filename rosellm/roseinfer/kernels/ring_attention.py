@@ -9,6 +9,8 @@ waits for its queries. GEMMs are transposed, ``keys @ q.T`` and ``values.T @ wei
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from rosellm.errors import OptionError
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
@@ -22,25 +24,25 @@ WARPS = 4
 
 
 @gluon.jit
-def _box_start(i, n_boxes, first_box):
+def box_start(i, n_boxes, first_box):
     """Return the first token of the i-th box: of the last box for 0, and then of the first and so on."""
     BOX: gl.constexpr = 64
     return (first_box + gl.where(i == 0, n_boxes - 1, i - 1)) * BOX
 
 
 @gluon.jit
-def _blocks_of(table_ptr, tile, n_boxes, first_box, BOXES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def blocks_of(table_ptr, tile, n_boxes, first_box, BOXES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Load the blocks of a tile's boxes, as a tuple; 0 for boxes that do not exist."""
     blocks = ()  # type: tuple
     for box in gl.static_range(BOXES):
         i = tile * BOXES + box
-        place = table_ptr + _box_start(i, n_boxes, first_box) // BLOCK_SIZE
+        place = table_ptr + box_start(i, n_boxes, first_box) // BLOCK_SIZE
         blocks = blocks + (gl.load(place, mask=i < n_boxes, other=0),)
     return blocks
 
 
 @gluon.jit
-def _start_tile(
+def start_tile(
     stage, tile, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
     H_KV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -49,7 +51,7 @@ def _start_tile(
     bar = bars.index(stage)
     for box in gl.static_range(BOXES):
         i = tile * BOXES + box
-        row = (blocks[box] * H_KV + kv_head) * BLOCK_SIZE + _box_start(i, n_boxes, first_box) % BLOCK_SIZE
+        row = (blocks[box] * H_KV + kv_head) * BLOCK_SIZE + box_start(i, n_boxes, first_box) % BLOCK_SIZE
         exists = i < n_boxes
         mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=exists)
         async_load(k_desc, [row, 0], bar, keys.index(stage * BOXES + box), pred=exists)
@@ -58,7 +60,7 @@ def _start_tile(
 
 
 @gluon.jit
-def _start_row(
+def start_row(
     table_ptr, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head, BOXES: gl.constexpr,
     STAGES: gl.constexpr, H_KV: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -66,17 +68,17 @@ def _start_row(
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=BOXES)
     hopper.fence_async_shared()
-    blocks = _blocks_of(table_ptr, 0, n_boxes, first_box, STAGES * BOXES, BLOCK_SIZE)
+    blocks = blocks_of(table_ptr, 0, n_boxes, first_box, STAGES * BOXES, BLOCK_SIZE)
     for s in gl.static_range(STAGES):
-        _start_tile(
+        start_tile(
             s, s, blocks[s * BOXES : (s + 1) * BOXES], n_boxes, first_box, k_desc, v_desc, keys, values, bars,
             kv_head, H_KV, BLOCK_SIZE,
         )  # fmt: skip
-    return _blocks_of(table_ptr, STAGES, n_boxes, first_box, BOXES, BLOCK_SIZE)
+    return blocks_of(table_ptr, STAGES, n_boxes, first_box, BOXES, BLOCK_SIZE)
 
 
 @gluon.jit
-def _clear(box, start, first, stop, layout: gl.constexpr):
+def clear(box, start, first, stop, layout: gl.constexpr):
     """Clear a box's values outside tokens ``first`` to ``stop`` - 1: they may be NaN, and 0 * NaN is NaN."""
     token = start + gl.arange(0, box.shape[0], layout=gl.SliceLayout(1, layout))
     held = box.load(layout)
@@ -98,16 +100,16 @@ def _clear_unused(
     if n_boxes > 0:
         mbarrier.wait(bars.index(0), 0)
         if (position % BOX != 0) | ((n_boxes == 1) & (first % BOX != 0)):
-            _clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, layout)
+            clear(values.index(0), (first_box + n_boxes - 1) * BOX, first, position, layout)
     if WINDOW:
         is_cut = (n_boxes > 1) & (first % BOX != 0)
         if is_cut:
             mbarrier.wait(bars.index(1 // BOXES), 0)
-            _clear(values.index(1), first_box * BOX, first, position, layout)
+            clear(values.index(1), first_box * BOX, first, position, layout)
 
 
 @gluon.jit
-def _parts(ptr, mask, part_stride, PARTS: gl.constexpr):
+def load_parts(ptr, mask, part_stride, PARTS: gl.constexpr):
     """Load the partial sums of new heads as a tuple."""
     parts = ()  # type: tuple
     for part in gl.static_range(PARTS):
@@ -116,7 +118,7 @@ def _parts(ptr, mask, part_stride, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _added(parts, dtype: gl.constexpr):
+def added(parts, dtype: gl.constexpr):
     """Add up partial sums, and round the result to the cache's dtype."""
     PARTS: gl.constexpr = len(parts)
     x = parts[0]
@@ -126,7 +128,7 @@ def _added(parts, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _all(products):
+def all_of(products):
     """Wait for all products, and return them as a tuple."""
     COUNT: gl.constexpr = len(products)
     done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=products)
@@ -160,13 +162,13 @@ def _load_new(
     seen = (m < GROUP) & inside
     q_ptr = new.q + row * new.q_stride + kv_head * GROUP * D + m * D
     k_ptr = new.k + row * new.kv_stride + kv_head * D + m * 0
-    q = _parts(q_ptr + d, seen, new.part_stride, PARTS)
-    k = _parts(k_ptr + d, inside, new.part_stride, PARTS)
+    q = load_parts(q_ptr + d, seen, new.part_stride, PARTS)
+    k = load_parts(k_ptr + d, inside, new.part_stride, PARTS)
     q_across, k_across = q, k
     if ROTARY:
-        q_across = _parts(q_ptr + across, seen, new.part_stride, PARTS)
-        k_across = _parts(k_ptr + across, inside, new.part_stride, PARTS)
-    v = _parts(new.v + row * new.kv_stride + kv_head * D + i, i < D, new.part_stride, PARTS)
+        q_across = load_parts(q_ptr + across, seen, new.part_stride, PARTS)
+        k_across = load_parts(k_ptr + across, inside, new.part_stride, PARTS)
+    v = load_parts(new.v + row * new.kv_stride + kv_head * D + i, i < D, new.part_stride, PARTS)
     return q, q_across, k, k_across, v
 
 
@@ -188,7 +190,7 @@ def _positioned(x, swapped, norm, angles, eps, D: gl.constexpr, ROTARY: gl.const
 def _start_softmax(
     q, k, v, scale, BOX: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
 ):
-    """Return the state of the online softmax, as in :func:`_attend_tile`, after the new token alone."""
+    """Return the state of the online softmax, as in :func:`attend_tile`, after the new token alone."""
     score = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
     most = gl.convert_layout(score, gl.SliceLayout(0, layout))
     weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, layout))
@@ -197,7 +199,7 @@ def _start_softmax(
 
 
 @gluon.jit
-def _attend_tile(
+def attend_tile(
     state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
     WINDOW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -206,25 +208,54 @@ def _attend_tile(
     state: maxima ``[HEADS]``, sums of weights ``[BOX, HEADS]``, the new token's weight ``[HEADS]``, and
         weighted sums of values ``[D_PADDED, HEADS]``.
     """
-    BOXES: gl.constexpr = len(at)
+    scores = all_of(start_scores(keys, queries, at, layout))
+    masked = mask_boxes(scores, tile, n_boxes, first_box, first, position, scale, WINDOW, layout)
+    return weigh_boxes(state, masked, values, weights, at)
+
+
+@gluon.jit
+def start_scores(keys, queries, at, layout: gl.constexpr):
+    """Start the products of the queries with the boxes in places ``at``: a tuple of ``[BOX, HEADS]``."""
     BOX: gl.constexpr = keys.shape[1]
-    most, sums, weight_of_new, acc = state
-    zeros = gl.zeros_like(sums)
+    HEADS: gl.constexpr = queries.shape[0]
+    BOXES: gl.constexpr = len(at)
+    zeros = gl.zeros((BOX, HEADS), gl.float32, layout)
     scores = ()  # type: tuple
     for box in gl.static_range(BOXES):
         product = hopper.warpgroup_mma(keys.index(at[box]), queries.permute((1, 0)), zeros, is_async=True)
         scores = scores + (product,)
-    scores = _all(scores)
+    return scores
+
+
+@gluon.jit
+def mask_boxes(
+    scores, tile, n_boxes, first_box, first, position, scale, WINDOW: gl.constexpr, layout: gl.constexpr
+):
+    """Return the scaled scores of a tile's boxes, -inf for tokens outside ``first`` to ``position`` - 1."""
+    BOXES: gl.constexpr = len(scores)
+    BOX: gl.constexpr = scores[0].shape[0]
     token = gl.arange(0, BOX, layout=gl.SliceLayout(1, layout))
-    highest = gl.full([BOX, queries.shape[0]], float("-inf"), gl.float32, layout)
     masked = ()  # type: tuple
     for box in gl.static_range(BOXES):
         i = tile * BOXES + box
-        here = _box_start(i, n_boxes, first_box) + token
+        here = box_start(i, n_boxes, first_box) + token
         attended = (here < position) & (i < n_boxes)
         if WINDOW:
             attended &= here >= first
         masked = masked + (gl.where(attended[:, None], scores[box] * scale, float("-inf")),)
+    return masked
+
+
+@gluon.jit
+def weigh_boxes(state, masked, values, weights, at):
+    """Add boxes to the state of the online softmax.
+
+    masked: scores of each box, -inf for tokens that a query does not attend to.
+    """
+    BOXES: gl.constexpr = len(at)
+    most, sums, weight_of_new, acc = state
+    highest = masked[0]
+    for box in gl.static_range(1, BOXES):
         highest = gl.maximum(highest, masked[box])
     highest = gl.maximum(most, gl.max(highest, axis=0))
     rescale = gl.exp2(most - highest)
@@ -240,6 +271,46 @@ def _attend_tile(
         product = hopper.warpgroup_mma(v, p_held, product, is_async=True)
     acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(product,))
     return highest, sums, weight_of_new * rescale, acc
+
+
+@gluon.jit
+def attend_tiles(
+    state, blocks, table_ptr, n_boxes, first_box, first, position, k_desc, v_desc, keys, values, bars,
+    queries, weights, kv_head, scale, DONE: gl.constexpr, WINDOW: gl.constexpr, BOXES: gl.constexpr,
+    STAGES: gl.constexpr, H_KV: gl.constexpr, BLOCK_SIZE: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Run the online softmax over all tiles but the first ``DONE``; fill each stage again once it is read.
+
+    blocks: those of the tile that will be copied next.
+    """
+    stage = DONE % STAGES
+    phase = DONE // STAGES
+    for tile in range(DONE, (n_boxes + BOXES - 1) // BOXES):
+        mbarrier.wait(bars.index(stage), phase)
+        at = places_of(stage, tile, n_boxes, BOXES)
+        state = attend_tile(
+            state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
+            WINDOW, layout,
+        )  # fmt: skip
+        start_tile(
+            stage, tile + STAGES, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
+            H_KV, BLOCK_SIZE,
+        )  # fmt: skip
+        blocks = blocks_of(table_ptr, tile + STAGES + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
+        stage += 1
+        wraps = stage == STAGES
+        stage = gl.where(wraps, 0, stage)
+        phase = gl.where(wraps, phase ^ 1, phase)
+    return state
+
+
+@gluon.jit
+def places_of(stage, tile, n_boxes, BOXES: gl.constexpr):
+    """Return where the boxes of a stage's tile are; a box that does not exist repeats the tile's first."""
+    at = ()  # type: tuple
+    for box in gl.static_range(BOXES):
+        at = at + (stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0),)
+    return at
 
 
 @gluon.jit
@@ -288,7 +359,7 @@ def _ring_attention_kernel(
     first = gl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_box = first // BOX
     n_boxes = gl.maximum((position + BOX - 1) // BOX - first_box, 0)
-    blocks = _start_row(
+    blocks = start_row(
         table_ptr, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head, BOXES, STAGES, H_KV,
         BLOCK_SIZE,
     )  # fmt: skip
@@ -312,8 +383,8 @@ def _ring_attention_kernel(
     i = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     q, q_across, k, k_across, v = _load_new(new, row, kv_head, m, d, across, i, GROUP, D, PARTS, ROTARY)
     _clear_unused(values, bars, position, first, first_box, n_boxes, BOXES, WINDOW, box_layout)
-    q, k, v = _added(q, dtype), _added(k, dtype), _added(v, dtype)
-    q_across, k_across = _added(q_across, dtype), _added(k_across, dtype)
+    q, k, v = added(q, dtype), added(k, dtype), added(v, dtype)
+    q_across, k_across = added(q_across, dtype), added(k_across, dtype)
     q = _positioned(q, q_across, q_norm, angles, rotary.eps, D, ROTARY, NORMS)
     k = _positioned(k, k_across, k_norm, angles, rotary.eps, D, ROTARY, NORMS)
     operand: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, WIDTH], dtype)
@@ -326,26 +397,10 @@ def _ring_attention_kernel(
     state = _start_softmax(q, k, v, scale, BOX, HEADS, WIDTH, layout)
     held: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, BOX], dtype)
     weights = gl.allocate_shared_memory(dtype, [BOXES, HEADS, BOX], held)
-    stage = 0
-    phase = 0
-    for tile in range((n_boxes + BOXES - 1) // BOXES):
-        mbarrier.wait(bars.index(stage), phase)
-        at = ()  # type: tuple
-        for box in gl.static_range(BOXES):  # an absent box repeats the tile's first
-            at = at + (stage * BOXES + gl.where(tile * BOXES + box < n_boxes, box, 0),)
-        state = _attend_tile(
-            state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
-            WINDOW, layout,
-        )  # fmt: skip
-        _start_tile(
-            stage, tile + STAGES, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
-            H_KV, BLOCK_SIZE,
-        )  # fmt: skip
-        blocks = _blocks_of(table_ptr, tile + STAGES + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
-        stage += 1
-        wraps = stage == STAGES
-        stage = gl.where(wraps, 0, stage)
-        phase = gl.where(wraps, phase ^ 1, phase)
+    state = attend_tiles(
+        state, blocks, table_ptr, n_boxes, first_box, first, position, k_desc, v_desc, keys, values, bars,
+        queries, weights, kv_head, scale, 0, WINDOW, BOXES, STAGES, H_KV, BLOCK_SIZE, layout,
+    )  # fmt: skip
     out_ptr += (row * H_KV + kv_head) * GROUP * D
     _store_heads(out_ptr, state, position, i, HEADS, GROUP, D, layout)
     for s in gl.static_range(STAGES):
@@ -372,18 +427,22 @@ def ring_attend(
         raise OptionError(f"{stages} tiles of {tile} tokens in flight are not at least two boxes of {BOX}")
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, 16)
     norms = rotary is not None and rotary.q_norm is not None
-    if rotary is None:
-        rotary = Rotary(out, out, out, 0.0)
-    elif not norms:
-        rotary = rotary._replace(q_norm=out, k_norm=out)
     _ring_attention_kernel[(len(out), shape.H_KV)](
-        out, new, *_described(cache), cache, rows_of(block_table, positions), rotary, scale * LOG2_E, shape,
+        out, new, *described_boxes(cache), cache, rows_of(block_table, positions), pointers(rotary, out),
+        scale * LOG2_E, shape,
         HEADS=max(8, next_power_of_2(shape.GROUP)), WINDOW=window or 0, BOXES=tile // BOX, STAGES=stages,
-        ROTARY=rotary.cos_sin is not out, NORMS=norms, num_warps=WARPS, **launch_options(dependent),
+        ROTARY=rotary is not None, NORMS=norms, num_warps=WARPS, **launch_options(dependent),
     )  # fmt: skip
 
 
-def _described(cache: PagedCache) -> tuple:
+def pointers(rotary: Rotary | None, unused: Tensor) -> Rotary:
+    """Return ``rotary`` with a tensor in each field, ``unused`` if there is none."""
+    if rotary is None:
+        return Rotary(unused, unused, unused, 0.0)
+    return rotary if rotary.q_norm is not None else rotary._replace(q_norm=unused, k_norm=unused)
+
+
+def described_boxes(cache: PagedCache) -> tuple:
     """Return TMA descriptors of keys and values, of boxes ``[BOX, D_PADDED]``: past D, zeros are read."""
     width = next_power_of_2(cache.k.shape[3])
     return tuple(described(x.view(-1, x.shape[3]), BOX, width) for x in (cache.k, cache.v))

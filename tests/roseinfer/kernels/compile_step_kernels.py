@@ -66,7 +66,7 @@ def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows
             for run in worker.prompts.warm_ups():
                 run()
         else:
-            worker._num_sms, worker._shared_bytes = 132, linear.shared_memory(CPU)
+            worker._num_sms = 132
             dependent = kernels is TRITON_DEPENDENT  # on a CPU, an engine launches them in the ordinary way
             worker.drafting = draft_kernels("triton", dependent, drafted=draft is not None)
             if draft is not None:
