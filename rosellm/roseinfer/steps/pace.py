@@ -11,6 +11,7 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
+SHORT_REST, PROVEN = 4, 6  # the first rest of a text for which that many steps in a row have paid
 MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
@@ -29,6 +30,7 @@ class Pace:
         self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
+        self._n_paid = 0  # steps that drafted because it pays, in a row
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
 
     def rests(self, batch: Batch) -> bool:
@@ -72,7 +74,9 @@ class Pace:
         rest = self._rest * max(1.0, 1.5 * (longer - 1))
         self.is_probing = not pays and self._since >= rest
         if pays or self.is_probing:
-            self._rest = FIRST_REST if pays else min(2 * self._rest, LONGEST_REST)
+            self._n_paid = self._n_paid + 1 if pays else 0
+            first = FIRST_REST if self._n_paid < PROVEN else SHORT_REST
+            self._rest = first if pays else min(2 * self._rest, LONGEST_REST)
             self._since = 0
             return True
         self._begun[rows, False] += int(rest)

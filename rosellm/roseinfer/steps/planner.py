@@ -19,7 +19,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-SMOOTHING = 0.2  # of the mean number of accepted draft tokens per step
+SMOOTHING = 0.1  # of the mean number of accepted draft tokens per step
 
 
 @dataclass(slots=True, eq=False)

@@ -44,7 +44,7 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-HOPEFUL, DOUBTFUL = 1.3, 0.9  # accepted drafts expected of a new row, as a multiple of those that pay
+HOPEFUL, DOUBTFUL = 1.2, 0.9  # accepted drafts expected of a new row, as a multiple of those that pay
 MANY = 1.0  # accepted drafts that pay, above which a row must first show them
 
 
