@@ -135,14 +135,14 @@ def seconds_per_call(
         for call in calls:
             call()
 
-    repeat = record_graph(run, calls[0]) if on_device else run
+    repeat, clocked = (record_graph(run, calls[0]), device) if on_device else (run, torch.device("cpu"))
     times = []
     for _ in range(repeats + 1):
-        start = Clock(on_device)
+        start = Clock(clocked)
         repeat()
         if device.type == "cuda" and not on_device:
             torch.cuda.synchronize(device)
-        end = Clock(on_device)
+        end = Clock(clocked)
         end.wait()
         times.append(end.seconds_since(start) / len(calls))
     return times[1:]

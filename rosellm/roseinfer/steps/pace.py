@@ -26,6 +26,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
+        self._longer: dict[int, float] = {}  # by captured batch size, until another time is noted
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
@@ -65,12 +66,12 @@ class Pace:
             is_known = len(self._seconds[rows, kind]) > MEDIAN_OF // 2
             if not is_known and self._begun[rows, kind] < MOST_TRIED:
                 return kind
-        longer = self.longer(rows)
-        pays = accepted > self.needed(rows)
+        longer, pays = self.longer(rows), accepted > self.needed(rows)
         if self._begun[rows, pays] > LASTING * longer:
             for kind in (True, False):
                 self._seconds.pop((rows, kind), None)
                 self._begun[rows, kind] = 0
+            self._longer.pop(rows, None)
         rest = self._rest * max(1.0, 1.5 * (longer - 1))
         self.is_probing = not pays and self._since >= rest
         if pays or self.is_probing:
@@ -93,11 +94,15 @@ class Pace:
         self._has_drafted = drafted
         if self._n_alike > RUN_AHEAD and (self._n_alike < 2 * MEDIAN_OF or self._n_alike % 8 == 0):
             self._seconds[rows, drafted].append(seconds)
+            self._longer.pop(rows, None)
 
     def longer(self, rows: int) -> float:
         """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""
-        drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
-        return max(1.0, median(drafting) / median(plain)) if drafting and plain else UNKNOWN
+        if rows not in self._longer:
+            drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
+            is_known = drafting and plain
+            self._longer[rows] = max(1.0, median(drafting) / median(plain)) if is_known else UNKNOWN
+        return self._longer[rows]
 
     def needed(self, rows: int) -> float:
         """Return how many accepted drafts per row and step pay."""

@@ -258,11 +258,13 @@ class Planner:
             drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
             self.accepted[batch.indices] *= 1 - SMOOTHING
         self._n_drafting += n_drafts > 0
-        self.position[batch.indices] += 1 + drafts
+        position = self.position[batch.indices] + 1 + drafts
+        self.position[batch.indices] = position
         if n_drafts:
-            self.drafted[batch.indices] = self.position[batch.indices]
-        self.left[batch.indices] -= 1
-        if not self.left[batch.indices].all():
+            self.drafted[batch.indices] = position
+        left = self.left[batch.indices] - 1
+        self.left[batch.indices] = left
+        if np.count_nonzero(left) < len(left):
             self._running = None
 
     def accept(self, indices: np.ndarray, counts: np.ndarray, n_drafts: int) -> None:
@@ -270,12 +272,13 @@ class Planner:
 
         indices, counts: its rows that are not released, and how many tokens it gave them, ``[n]``.
         """
-        drafts = np.minimum(self.n_drafts[indices], n_drafts)
-        self.position[indices] -= drafts + 1 - counts
-        self.drafted[indices] -= drafts + 1 - counts
+        refused = np.minimum(self.n_drafts[indices], n_drafts) + 1 - counts
+        self.position[indices] -= refused
+        self.drafted[indices] -= refused
         self.accepted[indices] += SMOOTHING * (counts - 1)
-        self.left[indices] = np.maximum(self.left[indices] - (counts - 1), 0)
-        if not self.left[indices].all():
+        left = np.maximum(self.left[indices] - (counts - 1), 0)
+        self.left[indices] = left
+        if np.count_nonzero(left) < len(left):
             self._running = None
         self._n_drafting -= 1
 

@@ -216,7 +216,7 @@ class ResidentStep:
             rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
             n_drafts = self._n_drafts(rows, batch)
             with profile_range(f"{STEP_RANGE}.reserve"):
-                cached = planner.grow(batch, n_drafts)
+                cached = planner.grow(batch, n_drafts).tolist()
                 planner.deactivate()
                 planner.allow_stops()
             self._start()
@@ -233,9 +233,9 @@ class ResidentStep:
         """Return how many draft tokens the next step verifies per row: none."""
         return 0
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: np.ndarray) -> None:
-        """Run the step. cached: number of cached tokens of each sequence, at most, ``[n]``."""
-        variant = self.worker.variant(rows, int(cached.max()), float(cached.mean()))
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
+        """Run the step. cached: number of cached tokens of each sequence, at most."""
+        variant = self.worker.variant(rows, max(cached), sum(cached) / len(cached))
         self._call("decode", rows, self._plan.mode, variant)
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
@@ -262,7 +262,7 @@ class ResidentStep:
 
     def _send_edited(self) -> None:
         """Resend the rows of sequences whose last token differs from the token that the device chose."""
-        batch = self.planner.batch(self.planner.sequences)
+        batch = self.planner.running()
         chosen = zip(batch.sequences, self.planner.last_tokens(batch), strict=True)
         edited = [s for s, token in chosen if s.tokens[s.num_cached_tokens] != token]
         if edited:

@@ -77,6 +77,7 @@ class SpeculativeWorker(Worker):
         self.kernels, self.drafting = kernels, drafting
         self.n_drafts, self.invariant, self.draft = n_drafts, invariant, draft
         self._catch_ups: dict[int, Callable[[], object]] = {}
+        self._verify_variants: dict[tuple[int, int], str] = {}
         if draft is not None:
             self.blocks.copy_everywhere = partial(self.call, "copy_block")
         self.config = model.config
@@ -155,6 +156,12 @@ class SpeculativeWorker(Worker):
 
         longest: maximum number of cached tokens of a row.
         """
+        key = rows, (longest - 1).bit_length()
+        if key not in self._verify_variants:
+            self._verify_variants[key] = self._verify_variant(rows, 1 << key[1])
+        return self._verify_variants[key]
+
+    def _verify_variant(self, rows: int, longest: int) -> str:
         c = self.config
         if self.in_one_tile:
             queries = c.group * (self.drafts_for(rows) + 1)
@@ -351,21 +358,21 @@ class SpeculativeStep(ResidentStep):
             pace.rest(batch)
             return 0
         accepted = np.minimum(planner.accepted[batch.indices], able)
-        if not pace.drafts(rows, float(accepted.mean()), batch):
+        if not pace.drafts(rows, sum(accepted.tolist()) / len(accepted), batch):
             return 0
         if pace.is_probing:  # forget what was accepted long ago
             planner.accepted[batch.indices] = np.maximum(accepted, pace.needed(rows))
         planner.send_texts(batch)
         return n_drafts
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: np.ndarray) -> None:
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
         if not n_drafts:
             super()._launch(rows, batch, 0, cached)
             return
         if self.worker.draft is not None:
             for _ in range(0, self.planner.n_behind(batch), self.worker.draft.places(rows)):
                 self._call("catch_up", rows)
-        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, int(cached.max())))
+        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, max(cached)))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         if not asking.size:
@@ -386,12 +393,12 @@ class SpeculativeStep(ResidentStep):
     def _commit_drafts(self, begun: Begun) -> Done:
         """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""
         rows, sequences, indices = begun.batch
-        planes = self._planes[: begun.n_drafts + 1, begun.rounds, indices]  # [k + 1, n]
-        counts = 1 + (planes[1:] > INERT).sum(axis=0)
+        chosen = self._planes[: begun.n_drafts + 1, begun.rounds, indices].T.tolist()  # the last token first
+        n_chosen = [len(own) - own.count(INERT) + (own[0] == INERT) for own in chosen]
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
-        self.planner.accept(np.array([rows[i].index for i in live], int), counts[live], begun.n_drafts)
+        at, counts = np.array([(rows[i].index, n_chosen[i]) for i in live], int).reshape(-1, 2).T
+        self.planner.accept(at, counts, begun.n_drafts)
         self.pace.reconsider()
-        n_chosen, chosen = counts.tolist(), planes.T.tolist()
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
         given: dict[Sequence, int] = {}
         new: list[tuple[int, int]] = []  # of sequences that ask: position within the batch, place

@@ -41,11 +41,12 @@ class Clock:
 
     __slots__ = ("_event", "_time")
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
         self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self._time = perf_counter()
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device.index))  # quicker than without an index
 
     def has_ended(self) -> bool:
         return self._event is None or self._event.query()
@@ -211,7 +212,7 @@ class Worker:
 
     def clock(self) -> Clock:
         """Return a clock of all work submitted so far."""
-        return Clock(self.device.type == "cuda")
+        return Clock(self.device)
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
         """Return the attention variant for ``rows`` rows with this longest and mean context, in tokens."""
