@@ -19,7 +19,6 @@ from rosellm.rosetrainer.training import window_logits
 
 Propose = Callable[[list[int], int], list[int] | None]
 
-OLDER = "Llama-3.1-8B"  # whose steps are in the record ``verify_steps``
 PLACES = 1, 3, 7, 15  # drafts per row of the recorded steps
 
 
@@ -173,10 +172,8 @@ def verified_us(results: Results, model: str, size: str) -> dict[int, tuple[floa
 
 def sizes(results: Results) -> dict[tuple[str, str], dict[str, dict[str, list[float]]]]:
     """Return every model and size whose steps with drafts are recorded, with the turns by drafts per row."""
-    newer = {name: one["figures"] for name, one in results.by_model("verify_drafts").items()}
-    older = results.figures("verify_steps", OLDER).items()
-    models = newer | {OLDER: {size: found["one tile per row"] for size, found in older}}
-    return {(name, size): turns for name, figures in models.items() for size, turns in figures.items()}
+    models = results.by_model("verify_drafts").items()
+    return {(name, size): turns for name, one in models for size, turns in one["figures"].items()}
 
 
 def recorded_gains(results: Results, model: str, text: str) -> dict[str, list[float]]:
