@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from rosellm.bench.drafts import TEXTS as TEXTS, CountingScheduler
+from rosellm.bench.drafts import TEXTS as KINDS, CountingScheduler
 from rosellm.lab.records.bench import AnyTokenizer, Engine, SamplingParams, Transformer
 from rosellm.lab.records.records import Results
 from rosellm.roseinfer.kernels.noise import gumbel_noise
@@ -19,6 +19,7 @@ from rosellm.rosetrainer.training import window_logits
 
 Propose = Callable[[list[int], int], list[int] | None]
 
+TEXTS = {kind: texts[0] for kind, texts in KINDS.items()}
 PLACES = 1, 3, 7, 15  # drafts per row of the recorded steps
 
 

@@ -74,8 +74,8 @@ def test_every_recorded_size_has_steps_without_and_with_drafts():
     assert {model for model, _ in sizes} == {"Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B"}
     for key in sizes:
         found = speculation.verified_us(find(), *key)
-        assert set(found) in ({1, 3, 7, 15}, {1, 3}, {7})
-        assert all(0 < plain_us < verify_us for plain_us, verify_us in found.values())
+        assert set(found) in ({1, 3, 7, 15}, {1, 3})
+        assert all(min(plain_and_verify_us) > 0 for plain_and_verify_us in found.values())
 
 
 def test_a_gain_is_the_time_without_drafts_over_that_with_drafts(tmp_path):
