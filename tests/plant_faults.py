@@ -179,6 +179,8 @@ FAULTS = (
           "del self.logprobs[n_tokens - self.n_prompt :]", "pass"),
     Fault("a draft's stale key", "kernels/speculation.py", "test_speculation.py",
           "count = tl.where(position >= 0, 1 + n_drafts, 0)", "count = tl.where(position >= 0, 1, 0)"),
+    Fault("texts of plain steps", "kernels/advance.py", "test_speculation.py",
+          "tl.store(text + 1, tl.maximum(token, 0)", "tl.store(text + 1, tl.maximum(last, 0)"),
     Fault("drafts given back", "planner.py", "test_speculative.py",
           "drafts + 1 - counts", "drafts - counts"),
     Fault("steps left of drafts", "planner.py", "test_speculative.py",

@@ -16,7 +16,9 @@ from rosellm.triton_or_none import next_power_of_2, tl, triton
 ROLES = {"_advance_kernel": "sampling"}
 
 
-def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
+def advance_ref(
+    *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, texts: Tensor | None = None
+) -> None:
     """Write each row's new token to the ring, then advance the row or make it inert (torch reference).
 
     state: updated in place.
@@ -24,6 +26,7 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
     values: ``[n, TILES]`` fp32, the best value of each vocabulary tile; None if ``indices`` are the new
         tokens.
     indices: ``[n, TILES]`` int32, the token of each value; ``[n, 1]`` if ``values`` is None.
+    texts: int32 ``[S, L]``, receives the last token and the new one of each row, at their positions; or None.
 
     The new token is the one with the highest value (ties go to the lowest token), or NOT_FINITE if that value
     is infinite. A row with a stop token ends at it or at any of ``state.stop_tokens``; every row ends at its
@@ -42,6 +45,10 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
     ended = stopped | (positions + 2 >= state.limits[slots]) | (tokens < 0)
     given = torch.where(live, tokens, INERT).to(torch.int32)
     state.ring[rounds.long().cpu(), slots.cpu()] = given.to(state.ring.device)
+    if texts is not None:
+        rows, at = slots[live], positions[live].long()
+        texts[rows, at] = state.tokens[rows]
+        texts[rows, at + 1] = torch.where(tokens >= 0, tokens, 0)[live].to(texts.dtype)
     state.rounds[slots] = (rounds + 1) % ROUNDS
     state.tokens[slots] = torch.where(live & (tokens >= 0), tokens, state.tokens[slots])
     state.positions[slots] = torch.where(live & ~ended, positions + 1, INERT)
@@ -70,12 +77,15 @@ def ends_row(token, position, limit, stop, stops_ptr, N_STOPS: tl.constexpr):
 
 @triton.jit
 def _advance_kernel(
-    rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, stops_ptr, row_stride, ring_stride, TILES,
-    N_STOPS: tl.constexpr, WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr,
+    rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, stops_ptr, text_ptr, row_stride, ring_stride,
+    text_stride, TILES, N_STOPS: tl.constexpr, WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr,
     POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr,
     ROUNDS: tl.constexpr, NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Advance one state row per program by its new token, which is chosen from all tiles if CHOOSE."""
+    """Advance one state row per program by its new token, which is chosen from all tiles if CHOOSE.
+
+    text_ptr: None if there are no texts.
+    """
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
     row = rows_ptr + slot * row_stride
@@ -83,6 +93,7 @@ def _advance_kernel(
     limit = tl.load(row + LIMIT)
     stop = tl.load(row + STOP)
     count = tl.load(row + ROUND)
+    last = tl.load(row + TOKEN)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     if CHOOSE:
@@ -92,24 +103,29 @@ def _advance_kernel(
     live = position >= 0
     ended = ends_row(token, position, limit, stop, stops_ptr, N_STOPS)
     tl.store(ring_ptr + count * ring_stride + slot, tl.where(live, token, -1))
+    if text_ptr is not None:
+        text = text_ptr + slot * text_stride + position
+        tl.store(text, last, mask=live)
+        tl.store(text + 1, tl.maximum(token, 0), mask=live)
     tl.store(row + ROUND, (count + 1) % ROUNDS)
     tl.store(row + TOKEN, token, mask=live & (token >= 0))
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 
 
 def advance(
-    *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, dependent: int = False
-) -> None:
+    *, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor, texts: Tensor | None = None,
+    dependent: int = False,
+) -> None:  # fmt: skip
     """Advance rows as :func:`advance_ref` does, in Triton.
 
     values and indices must be contiguous. dependent: the launch mode, as in ``launch_options``.
     """
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
     tiles = indices.shape[1]
-    strides = state.rows.stride(0), state.ring.stride(0)
+    strides = state.rows.stride(0), state.ring.stride(0), 0 if texts is None else texts.stride(0)
     compared, choose = indices if values is None else values, values is not None
     options = {"WIDTH": next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
     _advance_kernel[(len(slots),)](
-        state.rows, slots, compared, indices, state.ring, state.stop_tokens, *strides, tiles,
+        state.rows, slots, compared, indices, state.ring, state.stop_tokens, texts, *strides, tiles,
         N_STOPS=len(state.stop_tokens), **options, **constants,
     )  # fmt: skip

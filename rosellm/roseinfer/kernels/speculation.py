@@ -39,7 +39,7 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.sampling import NOT_FINITE
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-STEPS = "match", "expand", "choose", "accept", "note", "uncached"
+STEPS = "match", "expand", "choose", "accept", "uncached"
 ROLES = dict.fromkeys((f"_{step}_kernel" for step in STEPS), "sampling")
 LONGEST, SHORTEST = 8, 2  # tokens of a suffix that are compared, and that must occur again
 CHUNK = 1024  # tokens of a text per program
@@ -50,7 +50,7 @@ PLACE_BITS = 26
 class Texts:
     """The text of every state row on the device.
 
-    tokens: int32 ``[S, L]``, the token at each position. The last token of a row need not be there yet.
+    tokens: int32 ``[S, L]``, the token at each position. A row's first generated token may be missing.
     wants_drafts: int32 ``[S]``, 0 for a row that must get no drafts.
     n_cached: int32 ``[S]``, how many tokens of a row the draft model has cached, if there is one.
     """
@@ -195,12 +195,6 @@ def accept_ref(
     state.rounds.copy_((state.rounds + 1) % ROUNDS)
     state.tokens.copy_(torch.where(live & (token >= 0), token, state.tokens))
     state.positions.copy_(torch.where(live & ~is_last, state.positions + counts, INERT))
-
-
-def note_ref(*, state: DeviceState, texts: Texts) -> None:
-    """Append each row's last token to its text (torch reference)."""
-    rows = (state.positions >= 0).nonzero()[:, 0]
-    texts.tokens[rows, state.positions[rows].long()] = state.tokens[rows]
 
 
 def gather_uncached_ref(
@@ -440,30 +434,6 @@ def accept(
 
 
 @triton.jit
-def _note_kernel(
-    rows_ptr, text_ptr, row_stride, text_stride, n_rows, ROWS: tl.constexpr, TOKEN: tl.constexpr,
-    POSITION: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    fields = rows_ptr + row.to(tl.int64) * row_stride
-    position = tl.load(fields + POSITION, mask=row < n_rows, other=-1)
-    token = tl.load(fields + TOKEN, mask=row < n_rows, other=0)
-    tl.store(text_ptr + row.to(tl.int64) * text_stride + position, token, mask=position >= 0)
-
-
-def note(*, state: DeviceState, texts: Texts, dependent: int = False) -> None:
-    """Append last tokens as :func:`note_ref` does, in Triton. dependent: the launch mode."""
-    rows = len(state.rows)
-    strides = state.rows.stride(0), texts.tokens.stride(0)
-    fields = {name: ADVANCED[name] for name in ("TOKEN", "POSITION")}
-    _note_kernel[(cdiv(rows, 32),)](
-        state.rows, texts.tokens, *strides, rows, ROWS=32, **fields, num_warps=1, **launch_options(dependent)
-    )
-
-
-@triton.jit
 def _uncached_kernel(
     rows_ptr, text_ptr, cached_ptr, ids_ptr, positions_ptr, columns_ptr, row_stride, text_stride,
     columns_stride, N_PLACES: tl.constexpr, PLACES: tl.constexpr, POSITION: tl.constexpr,
@@ -506,7 +476,6 @@ def gather_uncached(
 class DraftKernels(NamedTuple):
     """The device functions of drafting, in Triton or torch, and whether their launches are dependent."""
 
-    note: Callable[..., None]
     propose: Callable[..., None]
     accept: Callable[..., None]
     gather_uncached: Callable[..., None]
@@ -525,9 +494,8 @@ def draft_kernels(name: str, dependent: bool, drafted: bool = False) -> DraftKer
     if name == "torch":
         counting_refs = penalties.fork_counts_ref, penalties.count_accepted_ref
         proposing = partial(propose_ref, shortest=shortest)
-        return DraftKernels(note_ref, proposing, accept_ref, gather_uncached_ref, *counting_refs)
+        return DraftKernels(proposing, accept_ref, gather_uncached_ref, *counting_refs)
     return DraftKernels(
-        partial(note, dependent=dependent),
         partial(propose, shortest=shortest, dependent=dependent),
         partial(accept, dependent=dependent),
         partial(gather_uncached, dependent=dependent),

@@ -132,7 +132,13 @@ class NextTokens:
     advance: Callable[..., None]
 
     def __call__(
-        self, hidden: Tensor, settings: DeviceState, mode: str, state: DeviceState, slots: Tensor
+        self,
+        hidden: Tensor,
+        settings: DeviceState,
+        mode: str,
+        state: DeviceState,
+        slots: Tensor,
+        texts: Tensor | None = None,
     ) -> None:
         """Choose tokens for hidden states, and advance state rows by them.
 
@@ -141,9 +147,10 @@ class NextTokens:
         mode: the chooser's mode.
         state: the device state to advance.
         slots: ``[n]`` int64, the rows of ``state`` that receive the tokens.
+        texts: as in ``advance.advance_ref``.
         """
         values, indices = self.chooser(hidden, settings, self.chooser.serving(mode, len(hidden)))
-        self.advance(state=state, slots=slots, values=values, indices=indices)
+        self.advance(state=state, slots=slots, values=values, indices=indices, texts=texts)
 
 
 def fp32_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -74,8 +74,7 @@ class DraftModel:
         for i in range(n_drafts + 1):
             hidden = layers(own.tokens, own.positions, self.bind(own, variant), n_layers)
             if i < n_drafts:
-                next_tokens(hidden, own, mode, own, every_row)
-                self.drafting.note(state=own, texts=texts)
+                next_tokens(hidden, own, mode, own, every_row, texts.tokens)
 
     def catch_up(self, state: DeviceState, texts: Texts, n_layers: int | None = None) -> None:
         """Cache keys and values of tokens that plain steps added: the next :meth:`places` of each row."""

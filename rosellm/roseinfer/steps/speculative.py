@@ -188,11 +188,14 @@ class SpeculativeWorker(Worker):
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         if not variant.startswith(VERIFY):
-            self.drafting.note(state=state, texts=self.texts)
             return super()._run(state, mode, variant)
         hidden, verified = self._verify(state, variant, mode)
         self._accept(hidden, state, verified, mode)
         return hidden
+
+    def _choose(self, hidden: Tensor, state: DeviceState, mode: str) -> None:
+        every_row = self._every_row[: len(state.rows)]
+        self.next_tokens(hidden, state, mode, state, every_row, self.texts.tokens)
 
     def _verify(
         self, state: DeviceState, variant: str, mode: str, n_layers: int | None = None
@@ -302,7 +305,6 @@ class SpeculativeWorker(Worker):
         super()._run_idle(bucket)
         if self.draft is not None and self.drafts_for(bucket):
             self.draft.catch_up(self._idle.first(bucket), self.texts, 1)
-        self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
         for variant in [one for one in self.variants(bucket) if one.startswith(VERIFY)][:1]:
             self._verify_idle(bucket, variant)  # also accepts, which is the same for every variant
 
@@ -321,7 +323,6 @@ class SpeculativeWorker(Worker):
         if variant.startswith(VERIFY):
             self._verify_idle(bucket, variant)
         else:
-            self.drafting.note(state=self._idle.first(bucket), texts=self.texts)
             super()._warm_up_step(bucket, mode, variant)
 
 

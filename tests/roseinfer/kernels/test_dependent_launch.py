@@ -33,7 +33,7 @@ ROOT, REPLAYS = Path(__file__).parents[3], 50
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
-KERNELS |= {"_match", "_expand", "_choose", "_accept", "_note", "_uncached"}
+KERNELS |= {"_match", "_expand", "_choose", "_accept", "_uncached"}
 KERNELS |= {"_copy_counts", "_count_drafts"}
 
 

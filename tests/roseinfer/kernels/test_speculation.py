@@ -239,15 +239,17 @@ def choices(chosen: list[list[int]], device: str, as_tiles: bool) -> tuple[Tenso
 
 
 @every_twin
-def test_a_plain_steps_last_token_joins_the_text(kernels: Kernels, device):
+def test_a_plain_steps_last_and_new_token_join_the_text(kernels: Kernels, device):
     made = Rows(5, 40, 2, device)
-    before = made.texts.tokens.clone()
-    drafting(kernels).note(state=made.state, texts=made.texts)
+    texts, slots = made.texts.tokens, torch.arange(len(made.state.rows), device=device)
+    before, chosen = texts.clone(), (7 + slots[:, None]).int()
+    kernels.advance(state=made.state, slots=slots, values=None, indices=chosen, texts=texts)
     for row, text in enumerate(made.texts_of):
         if made.inert[row]:
-            assert torch.equal(made.texts.tokens[row], before[row])
+            assert torch.equal(texts[row], before[row])
         else:
-            assert made.texts.tokens[row, : len(text)].tolist() == text
+            assert texts[row, : len(text) + 1].tolist() == [*text, 7 + row]
+            assert torch.equal(texts[row, len(text) + 1 :], before[row, len(text) + 1 :])
 
 
 N_DRAWS, LOGITS = 20_000, torch.linspace(-1.5, 1.5, 8)
