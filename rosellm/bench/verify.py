@@ -61,29 +61,37 @@ def run(given: Namespace) -> None:
     figures: dict[str, Any] = {}
     for k in given.drafts:
         options = {"recipe": speculating(None, "ngram", gpt.device), "speculative_tokens": k, **sizes}
-        bench = Bench(Engine(gpt, tokenizer, **options), k)
-        facts = {"model": Path(given.model).name, "load_format": given.load_format}
-        facts |= {"engine": engine_facts(bench.engine), "figures": figures}
-        for rows, prompt_tokens in product(bench.with_all_drafts(given.rows), given.prompt_tokens):
-            found = bench.steps(rows, prompt_tokens, given.turns)
-            key = f"{rows} × {prompt_tokens}"
-            figures.setdefault(key, {})[k] = found
-            plain, verify = median(found["plain"]), median(found["verify"])
-            ratio = verify / plain
-            print(f"{key:>10}, {k:2} drafts: {plain:8.0f} → {verify:8.0f} µs, {ratio:.2f}", flush=True)
-        del bench
+        facts = measure_steps(Bench(Engine(gpt, tokenizer, **options), k), given, figures)
         if traces:
-            bench = Replays(Engine(gpt, tokenizer, **options), k)
-            for rows, (name, given_counts) in product(bench.with_all_drafts(given.rows), traces.items()):
-                each, seconds = bench.replayed(rows, given.prompt_tokens[0], given_counts, given.turns)
-                key = f"{rows} × {given.prompt_tokens[0]}"
-                replayed = {"tokens_per_step": each, "seconds_per_step": seconds}
-                figures[key][k].setdefault("replayed", {})[name] = replayed
-                gain = each * median(seconds["plain"]) / median(seconds["drafting"])
-                print(f"{key:>10}, {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
-            del bench
+            measure_replays(Replays(Engine(gpt, tokenizer, **options), k), given, traces, figures)
         if given.json:
+            facts |= {"model": Path(given.model).name, "load_format": given.load_format, "figures": figures}
             write_record(given.json, new_record("verify_steps", gpt.device, **facts))
+
+
+def measure_steps(bench: Bench, given: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
+    """Add steps without and with drafts to the figures, and return facts about the engine."""
+    for rows, prompt_tokens in product(bench.with_all_drafts(given.rows), given.prompt_tokens):
+        found = bench.steps(rows, prompt_tokens, given.turns)
+        key = f"{rows} × {prompt_tokens}"
+        figures.setdefault(key, {})[bench.k] = found
+        plain, verify = median(found["plain"]), median(found["verify"])
+        ratio = verify / plain
+        print(f"{key:>10}, {bench.k:2} drafts: {plain:8.0f} → {verify:8.0f} µs, {ratio:.2f}", flush=True)
+    return {"engine": engine_facts(bench.engine)}
+
+
+def measure_replays(
+    bench: Replays, given: Namespace, traces: dict[str, list[int]], figures: dict[str, Any]
+) -> None:
+    """Add replayed runs to the figures."""
+    for rows, (name, trace) in product(bench.with_all_drafts(given.rows), traces.items()):
+        each, seconds = bench.replayed(rows, given.prompt_tokens[0], trace, given.turns)
+        key = f"{rows} × {given.prompt_tokens[0]}"
+        replayed = {"tokens_per_step": each, "seconds_per_step": seconds}
+        figures[key][bench.k].setdefault("replayed", {})[name] = replayed
+        gain = each * median(seconds["plain"]) / median(seconds["drafting"])
+        print(f"{key:>10}, {name}: {each:.2f} tokens per step, {gain:.2f} × tok/s", flush=True)
 
 
 def read_traces(file: Path) -> dict[str, list[int]]:
@@ -182,7 +190,7 @@ class Replays(Bench):
     ) -> tuple[float, dict[str, list[float]]]:
         """Return tokens and seconds per step of runs whose steps each give as many tokens as ``given``.
 
-        given: tokens of every step, which repeat; at most k + 1 of them count.
+        given: tokens of every step, repeated as needed; more than k + 1 count as k + 1.
 
         Returns the mean number of tokens that a step gave a row, and the seconds per step of every turn,
         without and with drafts.
@@ -192,11 +200,12 @@ class Replays(Bench):
         self._trace.copy_(torch.tensor(repeated))
         found: dict[str, list[float]] = {"plain": [], "drafting": []}
         gained = []
-        for _ in range(turns):
+        for turn in range(1 + turns):  # the first captures graphs
             for name, drafts in (("plain", False), ("drafting", True)):
                 self._step.zero_()
                 one = self.run(rows, prompt_tokens, drafts, RUN_STEPS)
-                found[name].append(one.seconds / RUN_STEPS)
+                if turn:
+                    found[name].append(one.seconds / RUN_STEPS)
             gained.append(one.n_tokens / rows / RUN_STEPS)
         self._trace.zero_()
         return mean(gained), found

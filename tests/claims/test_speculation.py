@@ -48,16 +48,12 @@ def test_steps_that_verify_take_what_is_said():
     )
     claim("39", words, TIMES[SMALL, ALONE][1], TIMES[SMALL, "64 × 64"][3])
     claim("39", r"seven drafts more cost (\d+) %", 100 * TIMES[LARGE, ALONE][7] - 100)
-    words = rf"that takes {FIGURE} times as long must give {FIGURE} tokens"
-    claim("39", words, *[TIMES[SMALL, ALONE][7]] * 2)
 
 
 def test_what_steps_take_beyond_the_forecast_is_what_is_said():
-    values = []
-    for name in (SMALL, MIDDLE):
-        beyond = EXTRA[name] - (US[name][8] - US[name][1])
-        values += [beyond, 100 * beyond / FOUND[name, ALONE][7][0]]
-    claim("39", r"(\d+) µs more, (\d+) % of a step; in Llama-3.2-1B (\d+) µs, (\d+) %", *values)
+    beyond = EXTRA[SMALL] - (US[SMALL][8] - US[SMALL][1])
+    words = r"(\d+) µs more than foreseen, (\d+) % of a plain step"
+    claim("39", words, beyond, 100 * beyond / FOUND[SMALL, ALONE][7][0])
 
 
 def test_what_seven_drafts_cost_per_layer_is_what_is_said():
@@ -78,7 +74,7 @@ def test_whole_runs_stay_as_far_below_the_prediction_as_is_said():
                     seconds = one["replayed"][name]["seconds_per_step"]
                     faster = median(seconds["plain"]) / median(seconds["drafting"])
                     below.append(100 * (1 - faster * median(one["verify"]) / median(one["plain"])))
-    claim("39", r"stay (\d+) to (\d+) % below it with three or seven drafts", min(below), max(below))
+    claim("39", r"stay (\d+) to (\d+) % below it\.", min(below), max(below))
 
 
 def test_the_verdict_is_that_of_the_recorded_runs():
@@ -104,8 +100,8 @@ def test_the_verdict_is_that_of_the_recorded_runs():
 
 
 def test_the_pace_is_as_the_text_beside_its_source_says():
-    words = rf"more than {FIGURE} times the tokens .*? for (\d+) plain steps or more, or (\d+) if the last "
-    words += r"(\d+) drafts in a row paid, .*? up to (\d+):"
+    words = rf"more than {FIGURE} times the tokens .*? for (\d+) plain steps, or (\d+) if the last (\d+) "
+    words += r"steps with drafts paid, .*? up to (\d+) steps,"
     claim("39", words, MARGIN, FIRST_REST, SHORT_REST, PROVEN, LONGEST_REST)
 
 
@@ -135,7 +131,6 @@ def test_what_is_said_of_the_three_texts_stands_in_the_stored_tables():
     percent = {place: _percent_of_completion(place) for place in (1, 7)}
     words = r"first drafts, (\d+) % are accepted, so of its seventh ones (\d+) % would be. It is (\d+) %"
     claim("39", words, percent[1], 100 * (percent[1] / 100) ** 7, percent[7])
-    assert table_row("39", "prose")[-1] < TIMES[SMALL, ALONE][7]
     own, drafted = (table_row("39", f"{way}")[2] for way in ("from the text", "by the draft model"))
     claim("39", rf"The licence: {FIGURE} tokens per step instead of {FIGURE}\.", drafted, own)
     ways = "the model's own", "another seed's", "none: the likeliest token"

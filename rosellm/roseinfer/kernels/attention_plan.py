@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     lead: number of tiles that starting a row counts as, when rows are cut into pieces.
     ring: 1 takes the kernel of :mod:`ring_attention`, which copies ``stages`` tiles of keys and values to
         shared memory before the queries are ready. Rows must be whole; warps, lanes, dot and lead have no
-        effect. (In :mod:`verify_attention`, rows can be split, and warps counts.)
+        effect.
     """
 
     tile: int

@@ -229,15 +229,16 @@ def _combine_pieces_kernel(
 def combine(out: Tensor, partial: PartialRows, plan: Plan, *, dependent: int = False) -> None:
     """Combine the partial results of split rows into out ``[B, H, D]``; whole rows are left unchanged.
 
-    Without ``plan.covers``, every row has the same number of pieces.
+    Without ``plan.covers``, every row has the same number of pieces, at least two.
 
     dependent: the launch mode, as in ``launch_options``.
     """
     batch, n_heads, head_dim = out.shape
     padded = next_power_of_2(head_dim)
     parts = min(COMBINED_AT_ONCE, next_power_of_2(plan.variant.pieces // batch + 2))
-    warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
-    each = plan.variant.pieces // batch if plan.covers is None else 0
+    warps, each = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces // batch
+    by_cut = plan.covers is not None and plan.variant.pieces <= batch
+    each = each if plan.covers is None else 0
     _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
         out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, each, by_cut,
         num_warps=warps, **launch_options(dependent),

@@ -229,7 +229,7 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
 def _harmless(k, v):
     """Return keys and values in which a value that is not finite is 0, and its token's key NaN.
 
-    Times a weight of 0, a refused draft's value would spoil the tokens before it.
+    Otherwise a refused draft's value, times a weight of 0, would give NaN for the tokens before it.
     """
     zero = v.to(tl.float32) * 0
     return k + tl.sum(zero, axis=1)[:, None].to(k.dtype), tl.where(zero == 0, v, 0.0)

@@ -190,27 +190,12 @@ def _positioned(x, swapped, norm, angles, eps, D: gl.constexpr, ROTARY: gl.const
 def _start_softmax(
     q, k, v, scale, BOX: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
 ):
-    """Return the state of the online softmax, as in :func:`attend_tile`, after the new token alone."""
+    """Return the state of the online softmax, as in :func:`weigh_boxes`, after the new token alone."""
     score = gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale
     most = gl.convert_layout(score, gl.SliceLayout(0, layout))
     weight_of_new = gl.full([HEADS], 1.0, gl.float32, gl.SliceLayout(0, layout))
     acc = v.to(gl.float32)[:, None] + gl.zeros((WIDTH, HEADS), gl.float32, layout)
     return most, gl.zeros((BOX, HEADS), gl.float32, layout), weight_of_new, acc
-
-
-@gluon.jit
-def attend_tile(
-    state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
-    WINDOW: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Run the online softmax over a tile whose boxes are in the stages' places ``at``.
-
-    state: maxima ``[HEADS]``, sums of weights ``[BOX, HEADS]``, the new token's weight ``[HEADS]``, and
-        weighted sums of values ``[D_PADDED, HEADS]``.
-    """
-    scores = all_of(start_scores(keys, queries, at, layout))
-    masked = mask_boxes(scores, tile, n_boxes, first_box, first, position, scale, WINDOW, layout)
-    return weigh_boxes(state, masked, values, weights, at)
 
 
 @gluon.jit
@@ -248,9 +233,12 @@ def mask_boxes(
 
 @gluon.jit
 def weigh_boxes(state, masked, values, weights, at):
-    """Add boxes to the state of the online softmax.
+    """Add boxes to the state of the online softmax, and return its new state.
 
+    state: maxima ``[HEADS]``, sums of weights ``[BOX, HEADS]``, the new token's weight ``[HEADS]``, and
+        weighted sums of values ``[D_PADDED, HEADS]``.
     masked: scores of each box, -inf for tokens that a query does not attend to.
+    at: the boxes' places.
     """
     BOXES: gl.constexpr = len(at)
     most, sums, weight_of_new, acc = state
@@ -288,10 +276,9 @@ def attend_tiles(
     for tile in range(DONE, (n_boxes + BOXES - 1) // BOXES):
         mbarrier.wait(bars.index(stage), phase)
         at = places_of(stage, tile, n_boxes, BOXES)
-        state = attend_tile(
-            state, keys, values, queries, weights, at, tile, n_boxes, first_box, first, position, scale,
-            WINDOW, layout,
-        )  # fmt: skip
+        scores = all_of(start_scores(keys, queries, at, layout))
+        masked = mask_boxes(scores, tile, n_boxes, first_box, first, position, scale, WINDOW, layout)
+        state = weigh_boxes(state, masked, values, weights, at)
         start_tile(
             stage, tile + STAGES, blocks, n_boxes, first_box, k_desc, v_desc, keys, values, bars, kv_head,
             H_KV, BLOCK_SIZE,

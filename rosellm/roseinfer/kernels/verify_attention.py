@@ -1,8 +1,8 @@
 """Decode attention of several consecutive new tokens per row, for Hopper GPUs: a row's cache is read once.
 
-The verify rows of a state row (:mod:`speculation`) attend to its cached keys and, causally, to each other's;
+The verify rows of a state row (:mod:`speculation`) attend to its cached keys and, causally, to each other;
 their live keys and values are appended to the cache. As in :mod:`ring_attention`, copies of keys and values
-start before the queries are ready. The queries of all verify rows are one tile, and their keys and values
+start before the queries are ready. The queries of all verify rows form one tile; the new keys and values take
 one more box in shared memory. A row may be split into pieces, one per program; the last has the new tokens.
 """
 
@@ -56,13 +56,13 @@ def fastest_variant(
     rows, kv_heads, longest, num_sms: as in ``attention_plan.variant_for``.
     queries: as in :func:`takes`.
 
-    Long rows are split into one piece per SM.
+    Long rows are split so that there is about one program per SM.
     """
-    reach, pieces = next_power_of_2(max(longest, 1)), num_sms // (rows * kv_heads)
-    is_split = reach > MIDDLE and pieces > 1
+    pieces = num_sms // (rows * kv_heads)
+    is_split = longest > MIDDLE and pieces > 1
     tile, stages = (2 * BOX, 2) if head_dim <= 64 else (BOX, 3 if rows * kv_heads <= num_sms else 2)
     warps = 4 if queries <= 32 else 8
-    return Variant(tile, rows * pieces if is_split else 0, warps, stages, ring=1)
+    return Variant(tile, rows * pieces if is_split else 0, warps, stages)
 
 
 def verify_attention_ref(
@@ -145,8 +145,8 @@ def _joined(halves):
 def _hold_new(k, v, keys, values, NEW: gl.constexpr):
     """Write new keys and values ``[NEW, D]`` to a box.
 
-    A value that is not finite is 0 in the box, and its token's key NaN: times a weight of 0, a refused
-    draft's value would spoil the tokens before it.
+    A value that is not finite is 0 in the box, and its token's key NaN. Otherwise a refused draft's value,
+    times a weight of 0, would give NaN for the tokens before it.
     """
     zero = v.to(gl.float32) * 0.0
     keys.slice(0, NEW).store(k + gl.sum(zero, axis=1)[:, None].to(k.dtype))
@@ -166,7 +166,7 @@ def _attend_first_tile(
     keys, values, queries, weights, live, n_boxes, first_box, position, scale, GROUP: gl.constexpr,
     BOXES: gl.constexpr, OWN: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return the state of the online softmax, as in ``attend_tile``, after the first tile and the new tokens.
+    """Return the state of the online softmax, as in ``weigh_boxes``, after the first tile and the new tokens.
 
     live: which tokens of the box in place ``OWN`` are new, ``[BOX]``.
     """
@@ -303,7 +303,8 @@ def _verify_attention_kernel(
     blocks = blocks_of(table_ptr, STAGES + 1, n_boxes, first_box, BOXES, BLOCK_SIZE)
     state = attend_tiles(
         state, blocks, table_ptr, n_boxes, first_box, 0, position, k_desc, v_desc, keys, values, bars,
-        queries, weights, kv_head, scale, 1, 0, BOXES, STAGES, H_KV, BLOCK_SIZE, layout,
+        queries, weights, kv_head, scale, DONE=1, WINDOW=0, BOXES=BOXES, STAGES=STAGES, H_KV=H_KV,
+        BLOCK_SIZE=BLOCK_SIZE, layout=layout,
     )  # fmt: skip
     part = row if partial is None else row + gl.program_id(0)
     _store(out_ptr, partial, state, position, part, kv_head, shape, PLACES, HEADS, layout)
@@ -317,9 +318,9 @@ def verify_attention(
 ) -> Tensor:  # fmt: skip
     """Rotate, append and attend as :func:`verify_attention_ref` does, in one kernel or two.
 
-    Arguments as in ``attention.append_and_attend``. The plan has a variant only, whose pieces, if any, are a
-    multiple of the state rows. positions, verified_positions and block_table must have been written at least
-    two kernels earlier.
+    Arguments as in ``attention.append_and_attend``. Of the plan, only the variant is used; its pieces are 0
+    or a multiple of the number of state rows. positions, verified_positions and block_table must have been
+    written at least two kernels earlier.
     """
     variant, out = plan.variant, k_cache_layer.new_empty(q.shape[-3:])
     rows, n_heads = len(positions), out.shape[1]
@@ -327,8 +328,8 @@ def verify_attention(
     new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, 16)
     heads = max(16, next_power_of_2(shape.GROUP * n_places))
     by_row = out.view(rows, n_places * n_heads, -1)
-    partial = new_partial(by_row, variant.pieces + rows) if variant.combine else None
-    _verify_attention_kernel[(variant.pieces or rows, shape.H_KV)](
+    partial = new_partial(by_row, variant.pieces + rows) if variant.pieces > rows else None
+    _verify_attention_kernel[(max(variant.pieces, rows), shape.H_KV)](
         out, partial, new, *described_boxes(cache), cache, rows_of(block_table, positions),
         rows_of(block_table, verified_positions), pointers(rotary, out), scale * LOG2_E, shape,
         PLACES=n_places, HEADS=heads, NEW=max(8, next_power_of_2(n_places)),

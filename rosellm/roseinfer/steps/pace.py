@@ -11,7 +11,7 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
-SHORT_REST, PROVEN = 4, 6  # the first rest of a text for which that many steps in a row have paid
+SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
 MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
@@ -26,7 +26,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
-        self._longer: dict[int, float] = {}  # by captured batch size, until another time is noted
+        self._longer: dict[int, float] = {}  # by captured batch size; kept until the next time is noted
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
@@ -48,7 +48,7 @@ class Pace:
         """Let the next step be decided by itself: more is known about accepted drafts, or rows are new."""
         self._resting = NO_ROWS
         if has_new_rows:
-            self._rest = FIRST_REST
+            self._rest, self._n_paid = FIRST_REST, 0
 
     def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
         """Return whether the next step of a batch drafts.

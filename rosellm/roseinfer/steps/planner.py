@@ -144,6 +144,10 @@ class Planner:
             self._running = Batch(rows, [row.sequence for row in rows], indices)
         return self._running
 
+    def unmoved(self) -> Batch:
+        """Return the rows of the latest step, or all rows if that set has changed; no row is moved."""
+        return self.batch(self.sequences) if self._running is None else self._running
+
     def attach(self, sequences: list[Sequence], positions: list[int]) -> np.ndarray:
         """Give each sequence a state row, and send the rows to the device; return their indices ``[n]``.
 
@@ -222,8 +226,8 @@ class Planner:
 
         n_drafts: number of draft tokens that the next step verifies per row.
 
-        Returns :meth:`cached_at_most`. Raises ``KVCacheExhausted`` if blocks run out; slots reserved until
-        then are kept. No step has begun by then.
+        Returns what :meth:`cached_at_most` returns. Raises ``KVCacheExhausted`` if blocks run out; slots
+        reserved until then are kept. No step has begun by then.
         """
         needed = self.cached_at_most(batch, n_drafts)
         short = np.flatnonzero(needed >= self.reserved[batch.indices])
@@ -264,7 +268,7 @@ class Planner:
             self.drafted[batch.indices] = position
         left = self.left[batch.indices] - 1
         self.left[batch.indices] = left
-        if np.count_nonzero(left) < len(left):
+        if np.count_nonzero(left) < len(left):  # quicker than ``all``
             self._running = None
 
     def accept(self, indices: np.ndarray, counts: np.ndarray, n_drafts: int) -> None:

@@ -234,7 +234,7 @@ class ResidentStep:
         return 0
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
-        """Run the step. cached: number of cached tokens of each sequence, at most."""
+        """Run the step. cached: for each sequence, the highest position at which it may cache a token."""
         variant = self.worker.variant(rows, max(cached), sum(cached) / len(cached))
         self._call("decode", rows, self._plan.mode, variant)
 
@@ -262,7 +262,7 @@ class ResidentStep:
 
     def _send_edited(self) -> None:
         """Resend the rows of sequences whose last token differs from the token that the device chose."""
-        batch = self.planner.running()
+        batch = self.planner.unmoved()
         chosen = zip(batch.sequences, self.planner.last_tokens(batch), strict=True)
         edited = [s for s, token in chosen if s.tokens[s.num_cached_tokens] != token]
         if edited:

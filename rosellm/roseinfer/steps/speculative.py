@@ -154,7 +154,7 @@ class SpeculativeWorker(Worker):
     def verify_variant(self, rows: int, longest: int) -> str:
         """Return the attention variant of a step that verifies drafts of ``rows`` rows.
 
-        longest: maximum number of cached tokens of a row.
+        longest: the highest position at which the step may cache a token.
         """
         key = rows, (longest - 1).bit_length()
         if key not in self._verify_variants:
@@ -395,7 +395,7 @@ class SpeculativeStep(ResidentStep):
         """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""
         rows, sequences, indices = begun.batch
         chosen = self._planes[: begun.n_drafts + 1, begun.rounds, indices].T.tolist()  # the last token first
-        n_chosen = [len(own) - own.count(INERT) + (own[0] == INERT) for own in chosen]
+        n_chosen = [len(own) - own.count(INERT) + (own[0] == INERT) for own in chosen]  # 1 for an inert row
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         at, counts = np.array([(rows[i].index, n_chosen[i]) for i in live], int).reshape(-1, 2).T
         self.planner.accept(at, counts, begun.n_drafts)

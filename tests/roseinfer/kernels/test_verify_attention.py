@@ -122,9 +122,9 @@ def test_the_kernel_with_keys_in_flight_equals_a_token_at_a_time_over_random_sha
     if seed % 3 == 0:
         spoil_a_draft(case)
     rows = len(case["positions"])
-    tile, stages = draw.choice(((64, 1), (64, 2), (64, 3), (128, 1)))
-    pieces = rows * draw.choice((0, 0, 2, 3, 20))
-    variant = Variant(tile, pieces, draw.choice((4, 8)), stages, ring=1)
+    tile, stages = draw.choice(((64, 1), (64, 2), (64, 3), (128, 1), (128, 2)))
+    pieces = rows * draw.choice((0, 1, 2, 3, 20))
+    variant = Variant(tile, pieces, draw.choice((4, 8)), stages)
     spec = {name: case[name].clone() for name in CACHES}
     expected = verify_attention_ref(**case | spec)
     found = verify_attention(**case, plan=Plan(variant))

@@ -132,6 +132,24 @@ def test_penalties_count_a_requests_own_tokens_as_rows_come_and_go():
     assert all(mine != plain for mine, plain in zip(outputs[0][3:], EXPECTED[3:], strict=False))
 
 
+@pytest.mark.parametrize("rung", [BEST_RUNG, "speculative"])
+def test_a_row_that_moves_continues_from_its_edited_token(rung):
+    """Also if that equals the last token of the sequence whose row it moves to."""
+    for seed in range(6):
+        model, params = random_model(seed), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        engine = small_engine(model, recipe=rung)
+        sequences = [engine.make_sequence([5 + i, 9, 3 * i + 1, 7], params) for i in range(5)]
+        engine.prefill(sequences)
+        engine.decode(sequences)
+        engine.release(sequences[0])
+        last = sequences[4]
+        last.tokens[-1] = sequences[0].tokens[-1]
+        edited = list(last.tokens)
+        while not last.is_finished:
+            engine.decode(sequences[1:])
+        assert last.tokens[len(edited) :] == helpers.uncached_greedy(model, edited, 16 - len(edited))
+
+
 @pytest.mark.parametrize("rung", ["dense", "one_table", *RESIDENT])
 @pytest.mark.parametrize(("position", "n_before"), [(29, 0), (33, 4)])
 def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung, position, n_before):
