@@ -182,7 +182,7 @@ FAULTS = (
     Fault("texts of plain steps", "kernels/advance.py", "test_speculation.py",
           "tl.store(text + 1, tl.maximum(token, 0)", "tl.store(text + 1, tl.maximum(last, 0)"),
     Fault("drafts given back", "planner.py", "test_speculative.py",
-          "drafts + 1 - counts", "drafts - counts"),
+          "n_drafts) + 1 - counts", "n_drafts) - counts"),
     Fault("steps left of drafts", "planner.py", "test_speculative.py",
           "np.maximum(self.left[indices] - (counts - 1), 0)", "np.maximum(self.left[indices], 0)"),
     Fault("a draft that is not finite", "prefill.py", "test_verify_attention.py",
