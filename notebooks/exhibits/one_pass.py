@@ -362,7 +362,8 @@ def _of_hidden(sizes: Sizes, decoding: Batch, prefilled: Batch) -> Batch:
 def _together(first: Batch, second: Batch, indices: np.ndarray) -> Batch:
     """One batch of both, the second with these indices."""
     rows, sequences = first.rows + second.rows, first.sequences + second.sequences
-    return Batch(rows, sequences, np.concatenate((first.indices, indices)))
+    both = np.concatenate((first.indices, indices))
+    return Batch(rows, sequences, both, both)
 
 
 def check_serves(config: Arch) -> None:

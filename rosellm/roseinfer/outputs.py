@@ -16,7 +16,7 @@ from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.request import Likely, RequestMetrics, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple the time to make one
 class Done:
     """A finished step of the engine.
 
@@ -34,7 +34,7 @@ class Done:
     counts: list[int] | None = None
 
 
-@dataclass(slots=True)  # not frozen, which would triple the time to make one
+@dataclass(slots=True)  # not frozen either
 class Logprob:
     """The log-probability of a token.
 

@@ -81,6 +81,8 @@ class TokenCounts:
 
         position_of: returns a sequence's number of cached tokens when the next step begins.
         """
+        if not self._stopping_from:
+            return
         due = [s for s, first in self._stopping_from.items() if position_of(s) >= first]
         if due:
             stops = [_stops_of(s, self._stopping_from.pop(s)) for s in due]

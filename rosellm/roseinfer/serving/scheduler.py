@@ -401,7 +401,7 @@ class OnlineScheduler(Scheduler):
         now, n_tokens = perf_counter(), 0
         for sequence, count in zip(done.sequences, counts, strict=True):
             if sequence.request_id in self.requests:
-                kept = sequence.follow_text(count)
+                kept = count if sequence.text is None else sequence.follow_text(count)
                 sequence.metrics.token_times += [now] * kept
                 n_tokens += kept
         self.record_step(done, n_tokens)

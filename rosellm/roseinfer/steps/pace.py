@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from functools import partial
-from statistics import median
+from statistics import median_low
 
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
-from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
-MEDIAN_OF, MOST_TRIED, LASTING = 5, 32, 4096  # steps
+AVERAGED = 4  # steps whose mean time counts; at least those in flight
+MOST_TRIED, LASTING = 32, 4096  # steps until the times are known, or measured again
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
 
@@ -25,10 +25,12 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=MEDIAN_OF))
-        self._longer: dict[int, float] = {}  # by captured batch size; kept until the next time is noted
+        self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=2))  # not yet compared
+        self._ratios: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=5))  # by batch size
+        self._longer: dict[int, float] = {}  # the medians of these ratios, until they are measured again
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
-        self._has_drafted, self._n_alike = False, 0  # the kind of the steps that ended last, and how many
+        self._kind: Kind | None = None  # of the steps that ended last
+        self._n_alike, self._noted = 0, 0.0  # how many, and when the latest time was noted
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
         self._n_paid = 0  # steps that drafted because it pays, in a row
@@ -62,16 +64,16 @@ class Pace:
         return chosen
 
     def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
-        for kind in (True, False):
-            is_known = len(self._seconds[rows, kind]) > MEDIAN_OF // 2
-            if not is_known and self._begun[rows, kind] < MOST_TRIED:
-                return kind
+        if rows not in self._longer:
+            for kind in (True, False):
+                if len(self._seconds[rows, kind]) < 2 and self._begun[rows, kind] < MOST_TRIED:
+                    return kind
         longer, pays = self.longer(rows), accepted > self.needed(rows)
         if self._begun[rows, pays] > LASTING * longer:
+            self._longer.pop(rows, None)
             for kind in (True, False):
                 self._seconds.pop((rows, kind), None)
                 self._begun[rows, kind] = 0
-            self._longer.pop(rows, None)
         rest = self._rest * max(1.0, 1.5 * (longer - 1))
         self.is_probing = not pays and self._since >= rest
         if pays or self.is_probing:
@@ -85,24 +87,34 @@ class Pace:
         self._since += 1
         return False
 
-    def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note the time of a step.
+    def note(self, rows: int, drafted: bool, now: float) -> None:
+        """Note that a step has ended, and been committed, at time ``now`` in seconds.
 
-        The time counts only after a few steps of the same kind: the host's work for a step delays later ones.
+        Two means of a few steps, which follow others of the same kind, are compared with two of the other
+        kind, shortly before: the host's work for a step delays later ones, several steps may be committed at
+        once, and the host's speed changes with time.
         """
-        self._n_alike = self._n_alike + 1 if drafted is self._has_drafted else 1
-        self._has_drafted = drafted
-        if self._n_alike > RUN_AHEAD and (self._n_alike < 2 * MEDIAN_OF or self._n_alike % 8 == 0):
-            self._seconds[rows, drafted].append(seconds)
-            self._longer.pop(rows, None)
+        if (rows, drafted) != self._kind:
+            self._kind, self._n_alike = (rows, drafted), 0
+        self._n_alike += 1
+        if self._n_alike % AVERAGED:
+            return
+        seconds, self._noted = (now - self._noted) / AVERAGED, now
+        if self._n_alike > AVERAGED:
+            self._seconds[self._kind].append(seconds)
+        drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
+        if len(drafting) == len(plain) == 2:
+            self._ratios[rows].append(min(drafting) / min(plain))
+            self._longer[rows] = max(1.0, median_low(self._ratios[rows]))
+            self._seconds[rows, not drafted].clear()
+
+    def pause(self) -> None:
+        """Note that there has been other work since the latest step."""
+        self._kind = None
 
     def longer(self, rows: int) -> float:
         """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""
-        if rows not in self._longer:
-            drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
-            is_known = drafting and plain
-            self._longer[rows] = max(1.0, median(drafting) / median(plain)) if is_known else UNKNOWN
-        return self._longer[rows]
+        return self._longer.get(rows, UNKNOWN)
 
     def needed(self, rows: int) -> float:
         """Return how many accepted drafts per row and step pay."""

@@ -6,6 +6,7 @@ The plan holds only integers on the host; all device work is done by calls of :c
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-SMOOTHING = 0.1  # of the mean number of accepted draft tokens per step
+SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
+ONE_TOKEN = np.array([[1], [1], [-1]])  # what a plain step adds to ``position``, ``behind`` and ``left``
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +37,16 @@ class Batch(NamedTuple):
 
     rows, sequences: the rows and their sequences, in the same order.
     indices: the rows' indices in the device state when the step began, int64 ``[n]``.
+    at: selects the same rows; a slice, which is faster, if they are the first rows in order.
     """
 
     rows: list[Row]
     sequences: list[Sequence]
     indices: np.ndarray
+    at: np.ndarray | slice
 
 
-NO_ROWS = Batch([], [], np.zeros(0, np.int64))
+NO_ROWS = Batch([], [], np.zeros(0, np.int64), slice(0))
 
 
 def batch_bucket(batch: int) -> int:
@@ -87,9 +91,10 @@ class Planner:
     reserved: number of its tokens that have slots in the KV cache.
     longest: its maximum number of tokens.
     n_drafts: number of draft tokens that a step may verify for it.
-    drafted: number of its tokens that the draft model has cached, with the same caveat, if there is one.
+    behind: number of its cached tokens that a draft model has not cached.
     accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64. For steps
         in flight, none are assumed to be accepted.
+    usual: the mean of these numbers over all rows, of late; NaN if no step has drafted. A float.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
 
@@ -101,10 +106,11 @@ class Planner:
         self._n_drafting = 0  # steps in flight that verify drafts
         self._without_text: set[Sequence] = set()  # sequences whose text has not been sent
         self.counts = TokenCounts(n_rows, call)
-        self.accepted = np.zeros(n_rows)
-        columns = np.zeros((7, n_rows), np.int64)
-        self.left, self.position, self.reserved, self.round, self.longest = columns[:5]
-        self.n_drafts, self.drafted = columns[5:]
+        self.accepted, self.usual = np.zeros(n_rows), math.nan
+        self.round = np.zeros(n_rows, np.int64)
+        self._columns = np.zeros((6, n_rows), np.int64)
+        self.position, self.behind, self.left, self.reserved, self.longest, self.n_drafts = self._columns
+        self._drafts = NO_ROWS, 0, NO_ROWS.indices  # the latest arguments and result of ``drafts_of``
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # min-heap
@@ -133,15 +139,17 @@ class Planner:
     def batch(self, sequences: list[Sequence]) -> Batch:
         """Return the batch of ``sequences``, each of which must have a state row."""
         rows = [self._row_of[sequence] for sequence in sequences]
-        return Batch(rows, sequences, np.array([row.index for row in rows], np.int64))
+        indices = np.array([row.index for row in rows], np.int64)
+        return Batch(rows, sequences, indices, indices)
 
     def running(self) -> Batch:
         """Return the rows that may generate a token, by index; the same object while the set is unchanged."""
         if self._running is None:
             self._compact()
             indices = np.flatnonzero(self.left > 0)
-            rows = [row for index in indices if (row := self._at[index])]
-            self._running = Batch(rows, [row.sequence for row in rows], indices)
+            rows, n = [row for index in indices if (row := self._at[index])], len(indices)
+            at = slice(n) if n and indices[-1] == n - 1 else indices
+            self._running = Batch(rows, [row.sequence for row in rows], indices, at)
         return self._running
 
     def unmoved(self) -> Batch:
@@ -182,7 +190,7 @@ class Planner:
             # With min_tokens, the host lifts bans between steps, one token at a time.
             self.n_drafts[indices] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
             pairs = zip(sequences, positions, strict=True)
-            self.drafted[indices] = [n + 1 if is_prefilled else min(s.n_prompt, n) for s, n in pairs]
+            self.behind[indices] = [-1 if is_prefilled else max(0, n - s.n_prompt) for s, n in pairs]
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
@@ -215,11 +223,18 @@ class Planner:
 
         n_drafts: number of draft tokens that the step verifies per row.
         """
-        position = self.position[batch.indices]
+        position = self.position[batch.at]
         if not (n_drafts or self._n_drafting):
             return position
-        drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
-        return np.minimum(position + drafts, self.longest[batch.indices] - 2)
+        return np.minimum(position + self.drafts_of(batch, n_drafts), self.longest[batch.at] - 2)
+
+    def drafts_of(self, batch: Batch, n_drafts: int) -> np.ndarray:
+        """Return how many of ``n_drafts`` draft tokens the next step can verify for each row, ``[n]``."""
+        known, n, drafts = self._drafts
+        if batch is not known or n_drafts != n:
+            drafts = np.minimum(self.n_drafts[batch.at], n_drafts)
+            self._drafts = batch, n_drafts, drafts
+        return drafts
 
     def grow(self, batch: Batch, n_drafts: int = 0) -> np.ndarray:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
@@ -230,7 +245,7 @@ class Planner:
         reserved until then are kept. No step has begun by then.
         """
         needed = self.cached_at_most(batch, n_drafts)
-        short = np.flatnonzero(needed >= self.reserved[batch.indices])
+        (short,) = (needed >= self.reserved[batch.at]).nonzero()
         if not short.size:
             return needed
         grown: list[int] = []
@@ -256,39 +271,43 @@ class Planner:
         n_drafts: number of draft tokens that the step verifies per row. :meth:`accept` subtracts those that
             were not accepted.
         """
+        at = batch.at
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
-        drafts: np.ndarray | int = 0
+        self._columns[:3, at] += ONE_TOKEN
         if n_drafts:
-            drafts = np.minimum(self.n_drafts[batch.indices], n_drafts)
-            self.accepted[batch.indices] *= 1 - SMOOTHING
-        self._n_drafting += n_drafts > 0
-        position = self.position[batch.indices] + 1 + drafts
-        self.position[batch.indices] = position
-        if n_drafts:
-            self.drafted[batch.indices] = position
-        left = self.left[batch.indices] - 1
-        self.left[batch.indices] = left
+            self.position[at] += self.drafts_of(batch, n_drafts)
+            self.behind[at] = 0
+            self.accepted[at] *= 1 - SMOOTHING
+            self._n_drafting += 1
+        self._stop_ended(at)
+
+    def accept(self, batch: Batch, counts: np.ndarray, n_drafts: int) -> None:
+        """Record that a step that verified ``n_drafts`` drafts per row has ended.
+
+        counts: how many tokens it gave each row, ``[n]``; ignored for rows released since.
+        """
+        accepted, at, drafts = counts - 1, batch.at, self.drafts_of(batch, n_drafts)
+        if batch is not self._running:  # rows may have moved
+            now = np.array([row.index for row in batch.rows])
+            at, accepted = now[now != RELEASED], accepted[now != RELEASED]
+            drafts = np.minimum(self.n_drafts[at], n_drafts)
+        if len(accepted):
+            mean = int(accepted.sum()) / len(accepted)
+            self.usual = mean if math.isnan(self.usual) else self.usual + OF_ALL * (mean - self.usual)
+        self.position[at] -= drafts - accepted
+        self.accepted[at] += SMOOTHING * accepted
+        self.left[at] = np.maximum(self.left[at] - accepted, 0)
+        self._n_drafting -= 1
+        self._stop_ended(at)
+
+    def _stop_ended(self, at: np.ndarray | slice) -> None:
+        left = self.left[at]
         if np.count_nonzero(left) < len(left):  # quicker than ``all``
             self._running = None
 
-    def accept(self, indices: np.ndarray, counts: np.ndarray, n_drafts: int) -> None:
-        """Record that a step that verified ``n_drafts`` drafts per row has ended.
-
-        indices, counts: its rows that are not released, and how many tokens it gave them, ``[n]``.
-        """
-        refused = np.minimum(self.n_drafts[indices], n_drafts) + 1 - counts
-        self.position[indices] -= refused
-        self.drafted[indices] -= refused
-        self.accepted[indices] += SMOOTHING * (counts - 1)
-        left = np.maximum(self.left[indices] - (counts - 1), 0)
-        self.left[indices] = left
-        if np.count_nonzero(left) < len(left):
-            self._running = None
-        self._n_drafting -= 1
-
     def n_behind(self, batch: Batch) -> int:
         """Return the most tokens of a row that the draft model has not cached."""
-        return int((self.position - self.drafted)[batch.indices].max())
+        return int(self.behind[batch.at].max())
 
     def guess(self, indices: np.ndarray, accepted: float) -> bool:
         """Expect ``accepted`` draft tokens of rows about which nothing is known; return whether any are."""
@@ -314,11 +333,11 @@ class Planner:
         new = [pair for pair in pairs if pair[0] in self._without_text]
         self._without_text.difference_update(s for s, _ in new)
         rows, length = np.array([index for _, index in new]), self.width * self.blocks.block_size
-        known = [s.tokens for s, _ in new]
-        places = [np.arange(len(own)) + index * length for own, (_, index) in zip(known, new, strict=True)]
-        flags = self.n_drafts[rows] > 0, self.drafted[rows]
-        words = np.concatenate((rows, *flags, *places, *known)).astype(np.int32)
-        self._call("write_texts", words, len(rows))
+        places = [index * length + np.arange(len(s.tokens)) for s, index in new]
+        numbers = len(self) * length + rows, len(self) * (length + 1) + rows
+        values = self.n_drafts[rows] > 0, self.position[rows] - self.behind[rows]
+        words = np.concatenate((*places, *numbers, *(s.tokens for s, _ in new), *values)).astype(np.int32)
+        self._call("write_texts", words.reshape(2, -1))
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
         """Reserve the rest of a row's last block, or a new block, up to the sequence's maximum length."""
@@ -350,9 +369,8 @@ class Planner:
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other indices on host and device; each index keeps its own round."""
         self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
-        columns = self.left, self.position, self.reserved, self.longest, self.n_drafts, self.drafted
-        for column in (*columns, self.accepted):
-            column[targets] = column[sources]
+        self._columns[:, targets] = self._columns[:, sources]
+        self.accepted[targets] = self.accepted[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):
             if row := self._at[old]:

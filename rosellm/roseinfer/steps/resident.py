@@ -105,6 +105,7 @@ class ResidentStep:
         self._begun: deque[Begun] = deque()
         self._ended: deque[Done] = deque()
         self._clock = worker.clock()
+        self._may_be_edited = False  # whether a caller may have changed the last token of a sequence
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._plan = self._plan_of(NO_ROWS, NO_ROWS.indices)
         self._latest: tuple[list[Sequence], Batch] | None = None  # sequences; their rows of ``hidden``
@@ -147,7 +148,11 @@ class ResidentStep:
         return len(batch.rows)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Wait until at most ``leave`` steps are in flight; commit and yield all ended steps, in order."""
+        """Wait until at most ``leave`` steps are in flight; commit and yield all ended steps, in order.
+
+        With none left, the caller may change the last token of a sequence before the next step.
+        """
+        self._may_be_edited |= not leave
         while True:
             while self._ended:
                 yield self._ended.popleft()
@@ -206,8 +211,9 @@ class ResidentStep:
         """Update the rows of ``sequences``, and return the batch that the next step advances."""
         if sequences is not self._listed:
             self._reconcile(sequences)
-        if not self._begun:
+        if self._may_be_edited and not self._begun:
             self._send_edited()
+            self._may_be_edited = False
         return self.planner.running()
 
     def _begin_step(self, sequences: list[Sequence], batch: Batch) -> None:
@@ -296,7 +302,7 @@ class ResidentStep:
 
     def _commit(self, begun: Begun) -> Done:
         """Copy a step's tokens from the ring to its sequences, except those released since it began."""
-        rows, sequences, indices = begun.batch
+        rows, sequences, indices, _ = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         if len(live) < len(rows):

@@ -7,9 +7,11 @@ more than it saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,8 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-HOPEFUL, DOUBTFUL = 1.2, 0.9  # accepted drafts expected of a new row, as a multiple of those that pay
+# Accepted drafts expected of a new row, as a multiple of those that pay: at most, and before any is known
+SURE, HOPEFUL, DOUBTFUL = 3.0, 1.2, 0.9
 MANY = 1.0  # accepted drafts that pay, above which a row must first show them
 
 
@@ -84,9 +87,10 @@ class SpeculativeWorker(Worker):
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         self._wide = DeviceState(verify_rows(self.n_rows, n_drafts), self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
-        tokens = torch.zeros(self.n_rows, self.longest, dtype=torch.int32, device=self.device)
-        numbers = torch.zeros(2, self.n_rows, dtype=torch.int32, device=self.device)
-        self.texts = Texts(tokens, *numbers)
+        sizes = [self.n_rows * self.longest, self.n_rows, self.n_rows]
+        self._texts = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
+        tokens, *numbers = self._texts.split(sizes)
+        self.texts = Texts(tokens.view(self.n_rows, -1), *numbers)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
         queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
         can_run = ring.runs_on(self.device, model.dtype) and is_stock(kernels, "append_and_attend")
@@ -103,17 +107,10 @@ class SpeculativeWorker(Worker):
 
     # Called by name, as the methods of ``Worker``.
 
-    def write_texts(self, words: np.ndarray, n: int) -> None:
-        """Write texts of state rows.
-
-        words: int32: n rows, for each whether it gets drafts, and how many tokens the draft model has cached;
-            then m places, row * L + position, and the m tokens to write there.
-        """
-        sent = self._staging.put(words).send()
-        rows = sent[:n].long()
-        self.texts.wants_drafts[rows], self.texts.n_cached[rows] = sent[n : 3 * n].view(2, n)
-        places, tokens = sent[3 * n :].view(2, -1)
-        self.texts.tokens.view(-1)[places.long()] = tokens
+    def write_texts(self, words: np.ndarray) -> None:
+        """Write to ``texts``. words: int32 ``[2, n]``: places in its three tensors, end to end; values."""
+        places, values = self._staging.put(words).send()
+        self._texts.index_copy_(0, places.long(), values)
 
     def copy_block(self, source: int, target: int) -> None:
         super().copy_block(source, target)
@@ -349,22 +346,28 @@ class SpeculativeStep(ResidentStep):
             return 0
         pace, planner = self.pace, self.planner
         if batch is not self._able[0]:
-            able = np.minimum(planner.n_drafts[batch.indices], self.worker.drafts_for(rows))
+            able = planner.drafts_of(batch, self.worker.drafts_for(rows))
             self._able = batch, int(able.max()), able
-            needed = pace.needed(rows)
-            if planner.guess(batch.indices, needed * (HOPEFUL if needed <= MANY else DOUBTFUL)):
+            if planner.guess(batch.indices, self._expected(rows)):
                 pace.reconsider(has_new_rows=True)
         _, n_drafts, able = self._able
         if not n_drafts:
             pace.rest(batch)
             return 0
-        accepted = np.minimum(planner.accepted[batch.indices], able)
+        accepted = np.minimum(planner.accepted[batch.at], able)
         if not pace.drafts(rows, sum(accepted.tolist()) / len(accepted), batch):
             return 0
         if pace.is_probing:  # forget what was accepted long ago
-            planner.accepted[batch.indices] = np.maximum(accepted, pace.needed(rows))
+            planner.accepted[batch.at] = np.maximum(accepted, pace.needed(rows))
         planner.send_texts(batch)
         return n_drafts
+
+    def _expected(self, rows: int) -> float:
+        """Return how many accepted drafts per step are expected of a row about which nothing is known."""
+        needed, usual = self.pace.needed(rows), self.planner.usual
+        if math.isnan(usual):
+            return needed * (HOPEFUL if needed <= MANY else DOUBTFUL)
+        return min(usual, SURE * needed)
 
     def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
         if not n_drafts:
@@ -388,37 +391,42 @@ class SpeculativeStep(ResidentStep):
         self._latest_counts, self._latest_places = {}, begun.n_drafts + 1
         done = self._commit_drafts(begun) if begun.n_drafts else super()._commit(begun)
         if begun.kind == "decode":
-            self.pace.note(begun.n_rows, begun.n_drafts > 0, done.seconds)
+            self.pace.note(begun.n_rows, begun.n_drafts > 0, perf_counter())
+        else:
+            self.pace.pause()
         return done
 
     def _commit_drafts(self, begun: Begun) -> Done:
         """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""
-        rows, sequences, indices = begun.batch
-        chosen = self._planes[: begun.n_drafts + 1, begun.rounds, indices].T.tolist()  # the last token first
-        n_chosen = [len(own) - own.count(INERT) + (own[0] == INERT) for own in chosen]  # 1 for an inert row
-        live = [i for i, row in enumerate(rows) if row.index != RELEASED]
-        at, counts = np.array([(rows[i].index, n_chosen[i]) for i in live], int).reshape(-1, 2).T
-        self.planner.accept(at, counts, begun.n_drafts)
+        rows, sequences, indices, _ = begun.batch
+        chosen = self._planes[: begun.n_drafts + 1, begun.rounds, indices]  # the last token first
+        counts = np.maximum((chosen != INERT).sum(0), 1)  # 1 for an inert row
+        self.planner.accept(begun.batch, counts, begun.n_drafts)
         self.pace.reconsider()
+        tokens, n_chosen = chosen.T.tolist(), counts.tolist()
+        live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
-        given: dict[Sequence, int] = {}
+        got: list[Sequence] = []
+        n_given: list[int] = []
         new: list[tuple[int, int]] = []  # of sequences that ask: position within the batch, place
         for i in live:
             sequence = sequences[i]
             cached = sequence.num_cached_tokens
-            given[sequence] = sequence.commit_all(chosen[i][n_chosen[i] - 1 :: -1])
+            n = sequence.commit_all(tokens[i][n_chosen[i] - 1 :: -1])
+            if n:
+                got.append(sequence)
+                n_given.append(n)
             if sequence.logprobs is not None:
                 end = sequence.num_cached_tokens - cached
-                new += [(i, place) for place in range(end - given[sequence], end)]
-        failed = [s for s in given if s.finish_reason == "failed"]
-        got = [s for s, n in given.items() if n]
+                new += [(i, place) for place in range(end - n, end)]
+        failed = [sequences[i] for i in live if sequences[i].finish_reason == "failed"]
         if new:
             at, places = np.array(new).T
             words = self.worker.logprobs.read(begun.rounds[at], indices[at], places)
             add_likely([sequences[i] for i in at], words)
         self._free_ended([rows[i] for i in live])
         seconds = begun.clock.seconds_since(begun.since)
-        return Done("decode", got, seconds, failed, [given[s] for s in got])
+        return Done("decode", got, seconds, failed, n_given)
 
     def last_logits(self) -> Tensor:
         """Return logits as ``ResidentStep`` does: those from which each row's last token was chosen."""

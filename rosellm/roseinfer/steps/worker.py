@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import FIELDS, INERT, DeviceState
+from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUNDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.layers.attention import Binder
@@ -34,19 +35,22 @@ StepKey = tuple[int, str, str]  # rows, the chooser's mode, attention's variant
 
 
 class Clock:
-    """The time at which the device finishes all work submitted before this object was made.
+    """The time at which the device finishes all work submitted before this object was made or last set.
 
-    On a CPU, where work is synchronous, it is the time of construction.
+    On a CPU, where work is synchronous, it is the time of that call.
     """
 
     __slots__ = ("_event", "_time")
 
     def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.set()
+
+    def set(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Set the time. stream: the one that the work was submitted to; None for the current stream."""
         self._time = perf_counter()
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device.index))  # quicker than without an index
+            self._event.record(stream)
 
     def has_ended(self) -> bool:
         return self._event is None or self._event.query()
@@ -61,6 +65,32 @@ class Clock:
         return other._event.elapsed_time(self._event) / 1e3
 
 
+class Clocks:
+    """Clocks that are set again in turns, each ``n`` calls after its last.
+
+    New events, and new objects for the current stream, would take the host three times as long.
+    """
+
+    def __init__(self, device: torch.device, n: int) -> None:
+        self._device = device.index if device.type == "cuda" else None
+        self._clocks = cycle([Clock(device) for _ in range(n)])
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle
+
+    def next(self) -> Clock:
+        """Return a clock of all work submitted so far to the current stream."""
+        clock = next(self._clocks)
+        clock.set(self._stream())
+        return clock
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        if self._device is None:
+            return None
+        handle = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self._device)
+        return self._streams[handle]
+
+
 class Worker:
     """The device side of a planner: runs the planner's calls on the rows of ``state``.
 
@@ -72,6 +102,7 @@ class Worker:
     logprobs: computes requested log-probabilities.
     graphs: captures decode steps as CUDA graphs; if None, every kernel is launched from Python.
     prompts: prefills packed prompts.
+    clock: returns a clock of all work submitted so far, which is set again when the ring is full twice.
     hidden: the final hidden states from which the latest step chose its tokens.
     """
 
@@ -103,6 +134,7 @@ class Worker:
         self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
         self._prompt_hidden: Tensor | None = None  # of all tokens of the latest prefill, if kept
+        self.clock = Clocks(self.device, 2 * ROUNDS).next
         self._inference = torch.inference_mode()  # constructed once: construction costs more than entry
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -209,10 +241,6 @@ class Worker:
         slots = torch.from_numpy(indices).to(self.device)
         self.next_tokens(hidden, self.state.at(slots), mode, self.state, slots)
         self.hidden = hidden
-
-    def clock(self) -> Clock:
-        """Return a clock of all work submitted so far."""
-        return Clock(self.device)
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
         """Return the attention variant for ``rows`` rows with this longest and mean context, in tokens."""

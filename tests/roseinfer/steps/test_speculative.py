@@ -22,7 +22,7 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.steps.pace import Pace
+from rosellm.roseinfer.steps.pace import LONGEST_REST, Pace
 from rosellm.roseinfer.steps.planner import Batch, Planner
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, SpeculativeStep
@@ -356,10 +356,11 @@ def accepting(engine: Engine, kinds: Callable[[], bool] = lambda: True) -> list[
     """The tokens that each drafting step gives each row that has enough left; the list grows."""
     planner, counts, accept = engine.step.planner, [], engine.step.planner.accept
 
-    def spy(rows, n, n_drafts):
-        own = (planner.left[rows] >= n_drafts) & (planner.n_drafts[rows] > 0)
+    def spy(batch, n, n_drafts):
+        at = np.array([row.index for row in batch.rows])
+        own = (at >= 0) & (planner.left[at] >= n_drafts) & (planner.n_drafts[at] > 0)
         counts.append(n[own])
-        accept(rows, n, n_drafts)
+        accept(batch, n, n_drafts)
 
     planner.accept = spy
     engine.step.pace.drafts = lambda rows, accepted, batch: kinds()
@@ -440,15 +441,15 @@ class Clocked:
         self.step.worker = SimpleNamespace(drafts_for=lambda rows: 7)
         self.planner = self.step.planner = Planner(1, 1, np.zeros((64, 1)), None, lambda *given: None, 7)
         self.planner.n_drafts[:], self.planner.left[:] = 7, 1 << 40
-        self.begun, self.waiting = [], [times[0]] * late
+        self.begun, self.waiting, self.now = [], [times[0]] * late, 0.0
 
     def speed(self, accepted: Callable[[int], int], n_tokens: int) -> float:
         """Tokens per second of a request, as a multiple of that of plain steps.
 
         accepted: maps the number of its tokens to the drafts that its next step accepts, if it drafts.
         """
-        batch, tokens, seconds = Batch([], [], np.zeros(1, np.int64)), 0.0, 0.0
-        self.planner.accepted[:] = np.nan
+        batch, tokens, seconds = Batch([], [], np.zeros(1, np.int64), slice(1)), 0.0, 0.0
+        self.planner.accepted[:], self.planner._running = np.nan, batch
         while tokens < n_tokens:
             n_drafts = self.step._n_drafts(1, batch)
             self.planner.advance(batch, slice(1), n_drafts)
@@ -460,9 +461,10 @@ class Clocked:
             if len(self.begun) > self.late:
                 drafted, got = self.begun.pop(0)
                 if drafted:
-                    self.planner.accept(np.zeros(1, int), np.array([1 + got]), drafted)
+                    self.planner.accept(batch, np.array([1 + got]), drafted)
                     self.step.pace.reconsider()
-                self.step.pace.note(1, drafted > 0, self.waiting.pop(0))
+                self.now += self.waiting.pop(0)
+                self.step.pace.note(1, drafted > 0, self.now)
         return tokens / seconds * self.times[0]
 
 
@@ -487,7 +489,9 @@ def test_a_row_that_gains_drafts_nearly_always(longer, accepted, late):
 def test_a_text_that_begins_to_repeat_is_noticed(late):
     clocked = Clocked((1e-3, 1.5e-3), late)
     clocked.speed(lambda token: 0, 200)
-    assert clocked.speed(lambda token: 6 * (token > 100), 400) > 400 / (100 + 90 + 210 / 7 * 1.5)
+    late_at_most = 1.1 * LONGEST_REST
+    best = 100 + late_at_most + (300 - late_at_most) / 7 * 1.5
+    assert clocked.speed(lambda token: 6 * (token > 100), 400) > 400 / best
 
 
 def test_the_more_rows_the_fewer_drafts_each_and_the_tokens_stay_the_same():
