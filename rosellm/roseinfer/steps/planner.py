@@ -14,13 +14,14 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS, row_bytes
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
 SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
+AHEAD = 128  # tokens
 ONE_TOKEN = np.array([[1], [1], [-1]])  # what a plain step adds to ``position``, ``behind`` and ``left``
 
 
@@ -239,19 +240,25 @@ class Planner:
     def grow(self, batch: Batch, n_drafts: int = 0) -> np.ndarray:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
+        To send them takes the host longer than a step. If there are blocks to spare, each row that would need
+        one within ``AHEAD`` tokens also gets it.
+
         n_drafts: number of draft tokens that the next step verifies per row.
 
         Returns what :meth:`cached_at_most` returns. Raises ``KVCacheExhausted`` if blocks run out; slots
         reserved until then are kept. No step has begun by then.
         """
         needed = self.cached_at_most(batch, n_drafts)
-        (short,) = (needed >= self.reserved[batch.at]).nonzero()
-        if not short.size:
+        if not np.count_nonzero(needed >= self.reserved[batch.at]):
             return needed
+        until = needed
+        if self.blocks.num_free_blocks() > 2 * len(needed) * blocks_for(AHEAD, self.blocks.block_size):
+            until = np.minimum(needed + AHEAD, self.longest[batch.at] - 2)
+        (short,) = (until >= self.reserved[batch.at]).nonzero()
         grown: list[int] = []
         try:
             for i in short.tolist():
-                while needed[i] >= self.reserved[batch.indices[i]]:
+                while until[i] >= self.reserved[batch.indices[i]]:
                     self._reserve(batch.sequences[i], batch.indices[i])
                 grown.append(i)
         finally:
