@@ -208,9 +208,10 @@ def in_turns(
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     for turn in range(WARM_UPS + turns):
         for way, engine in engines.items():
+            params = [_params(len(prompts), new_tokens, temperature) for prompts in batches]
             start = perf_counter()
-            for prompts in batches:
-                OfflineScheduler(engine).run(prompts, _params(len(prompts), new_tokens, temperature))
+            for prompts, own in zip(batches, params, strict=True):
+                OfflineScheduler(engine).run(prompts, own)
             if turn >= WARM_UPS:
                 seconds[way].append(perf_counter() - start)
     return seconds

@@ -11,6 +11,7 @@ from statistics import median
 
 import pytest
 
+from rosellm.bench import drafts
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import _rivals_file, find
 from rosellm.roseinfer.exhibits import load_exhibit
@@ -76,7 +77,6 @@ TRIALS = {
         "norms at the end of the GEMM before them",
     ),
 }
-NO_REPETITION = "text_without_repetition"
 Claims = list[tuple[float, str]]
 
 
@@ -286,12 +286,14 @@ def drafts_of_shipped_models(text: str) -> Claims:
     figure = r"([\d.]+)"
     three = rf"{figure}, {figure} and {figure}"
     words = rf"make \[rose-tiny\]\S+ {three} times as fast on edit, {three} on completion, {three} on prose; "
-    words += rf"its draft model, {figure} to {figure} times: .*? eight passes of two layers to one of five. "
+    words += rf"its draft model, {figure} to {figure} times: .*? eight passes of two layers to one of five\. "
     words += rf"\[rose-tiny-qwen3\]\S+ {figure} to {figure} times, by its draft model {figure} to {figure}\."
     values: list[float] = []
     for name in ("rose-tiny", "rose-tiny-qwen3"):
         gains: dict[str, list[float]] = {"ngram": [], "draft": []}
-        for one in H200.figures(f"drafts-{name}").values():
+        texts = H200.figures(f"drafts-{name}")
+        assert list(texts) == [*drafts.TEXTS, drafts.RANDOM]
+        for one in (texts[kind] for kind in drafts.TEXTS):
             assert list(one["seconds"]) == ["1", "8", "64"]
             for seconds in one["seconds"].values():
                 for way, found in gains.items():
@@ -299,14 +301,15 @@ def drafts_of_shipped_models(text: str) -> Claims:
         both = [end for found in gains.values() for end in (min(found), max(found))]
         values += gains["ngram"] + both[2:] if name == "rose-tiny" else both
         shape = H200.load(f"drafts-{name}")["engine"]["model_shape"]
-        draft = H200.load(f"train-{name}-draft")["model"]
-        layers = [one.get("n_layer") or one["num_hidden_layers"] for one in (draft, shape)]
+        smaller = H200.load(f"train-{name}-draft")["model"]
+        layers = [one.get("n_layer") or one["num_hidden_layers"] for one in (smaller, shape)]
         assert (layers, H200.load(f"drafts-{name}")["drafts"]) == ([2, 5], 7)
-    words += rf" \[Text without repetition\]\S+ Qwen3-0.6B {figure} to {figure} times, with (\d+) to (\d+) "
-    words += rf"requests; rose-tiny-qwen3, .*?, {figure} to {figure} times, with (\d+) to (\d+)"
-    for name in ("Qwen3-0.6B", "rose-tiny-qwen3"):
-        runs = H200.figures(NO_REPETITION, name)
-        ratios = [median(one["ngram"]) / median(one["plain"]) for one in runs.values()]
+    words += rf" Random ids, .*?: \[Qwen3-0.6B\]\S+ {figure} to {figure} times, with (\d+) to (\d+) requests;"
+    words += rf" rose-tiny {figure} to {figure} times, with (\d+) to (\d+); "
+    words += rf"rose-tiny-qwen3 {figure} to {figure} times, with (\d+) to (\d+)"
+    for name in ("Qwen3-0.6B/drafts", "drafts-rose-tiny", "drafts-rose-tiny-qwen3"):
+        runs = H200.figures(name, "random")["seconds"]
+        ratios = [median(one["plain"]) / median(one["ngram"]) for one in runs.values()]
         values += [min(ratios), max(ratios), *(float(n) for n in (min(runs, key=int), max(runs, key=int)))]
     words += rf"\. In texts of 32,768 tokens, .*? in {figure} µs, that of each of 64 in {figure} µs"
     matching = H200.figures("suffix_match", "32768")

@@ -408,10 +408,12 @@ class OnlineScheduler(Scheduler):
 
     def _admit(self) -> list[Sequence]:
         """Remove and return the waiting requests that start now."""
+        if not self._waiting:
+            return []
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
         tokens = self._prefill_budget - sum(s.n_to_prefill for s in self._prefilling)
-        if not self._waiting or places < 1 or tokens < 1:
+        if places < 1 or tokens < 1:
             return []
         room = Room(self.engine.budget, self.n_active, self._prefilling, self.engine.prefix_cache)
         return self._waiting.admit(places, tokens, room)

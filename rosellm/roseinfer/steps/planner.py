@@ -93,8 +93,7 @@ class Planner:
     longest: its maximum number of tokens.
     n_drafts: number of draft tokens that a step may verify for it.
     behind: number of its cached tokens that a draft model has not cached.
-    accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64. For steps
-        in flight, none are assumed to be accepted.
+    accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64.
     usual: the mean of these numbers over all rows, of late; NaN if no step has drafted. A float.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
     """
@@ -284,7 +283,6 @@ class Planner:
         if n_drafts:
             self.position[at] += self.drafts_of(batch, n_drafts)
             self.behind[at] = 0
-            self.accepted[at] *= 1 - SMOOTHING
             self._n_drafting += 1
         self._stop_ended(at)
 
@@ -302,7 +300,7 @@ class Planner:
             mean = int(accepted.sum()) / len(accepted)
             self.usual = mean if math.isnan(self.usual) else self.usual + OF_ALL * (mean - self.usual)
         self.position[at] -= drafts - accepted
-        self.accepted[at] += SMOOTHING * accepted
+        self.accepted[at] += SMOOTHING * (accepted - self.accepted[at])
         self.left[at] = np.maximum(self.left[at] - accepted, 0)
         self._n_drafting -= 1
         self._stop_ended(at)
