@@ -22,7 +22,7 @@ from rosellm.roseinfer.request import Sequence
 RELEASED = -1
 SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
 AHEAD = 128  # tokens
-ONE_TOKEN = np.array([[1], [1], [-1]])  # what a plain step adds to ``position``, ``behind`` and ``left``
+NEVER = 1 << 40  # tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +48,59 @@ class Batch(NamedTuple):
 
 
 NO_ROWS = Batch([], [], np.zeros(0, np.int64), slice(0))
+
+
+class Pending:
+    """What the steps begun since the planner's arrays were up to date change in them.
+
+    All these steps run on one batch. Most steps change only these few numbers: to change arrays takes the
+    host several times as long.
+
+    n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended.
+    drafts: how many drafts such a step verifies for each row, ``[n]``; ``n_drafts`` is the maximum.
+    given: number of drafts accepted for each row, in ``n_ended`` steps that have ended.
+    accepted: their mean per row and step, of late.
+    behind: number of plain steps since the last one that drafted, or since the arrays were up to date.
+    room, left: lower bounds on the slots and tokens that any row has left.
+    longest, mean: upper bounds on the maximum and the mean of the rows' cached tokens, and ``most`` of both.
+    rounds: the rows' rounds after n steps, ``[ROUNDS, n]``.
+    """
+
+    def __init__(self, batch: Batch, planner: Planner) -> None:
+        at, n = batch.at, len(batch.indices)
+        position, longest, reserved = planner.position[at], planner.longest[at], planner.reserved[at]
+        self.batch, self.given, self.drafts = batch, [0] * n, planner.n_drafts[at]
+        self.n_steps = self.n_drafting = self.n_drafts = self.n_ended = self.behind = 0
+        self.has_drafted = False
+        self.room = int(np.where(reserved < longest - 1, reserved - position, NEVER).min())
+        self.left, self.most = int(planner.left[at].min()), int(longest.max()) - 2
+        self.longest, self.mean = int(position.max()), int(position.sum()) / n
+        self.accepted = float(np.minimum(planner.accepted[at], self.drafts).sum()) / n
+        self.rounds = (planner.round[batch.indices] + np.arange(ROUNDS)[:, None]) % ROUNDS
+
+    def begin(self, n_drafts: int) -> None:
+        """Add a step."""
+        self.n_steps += 1
+        self.n_drafting += n_drafts > 0
+        self.has_drafted |= n_drafts > 0
+        self.behind = 0 if n_drafts else self.behind + 1
+        self.left -= 1
+        self._cache(1 + n_drafts, 1 + n_drafts)
+
+    def accept(self, counts: list[int]) -> None:
+        """Add that a step with drafts has ended, which gave each row that many tokens."""
+        most, mean = max(counts), sum(counts) / len(counts)
+        self.given = [given + n - 1 for given, n in zip(self.given, counts, strict=True)]
+        self.n_drafting -= 1
+        self.n_ended += 1
+        self.accepted += SMOOTHING * (mean - 1 - self.accepted)
+        self.left -= most - 1
+        self._cache(most - 1 - self.n_drafts, mean - 1 - self.n_drafts)
+
+    def _cache(self, most: int, mean: float) -> None:
+        self.room -= most
+        self.longest += most
+        self.mean += mean
 
 
 def batch_bucket(batch: int) -> int:
@@ -96,6 +149,8 @@ class Planner:
     accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64.
     usual: the mean of these numbers over all rows, of late; NaN if no step has drafted. A float.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
+
+    The arrays lack what is :class:`Pending` until :meth:`settle`.
     """
 
     def __init__(
@@ -110,12 +165,12 @@ class Planner:
         self.round = np.zeros(n_rows, np.int64)
         self._columns = np.zeros((6, n_rows), np.int64)
         self.position, self.behind, self.left, self.reserved, self.longest, self.n_drafts = self._columns
-        self._drafts = NO_ROWS, 0, NO_ROWS.indices  # the latest arguments and result of ``drafts_of``
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # min-heap
         self._left_behind: set[int] = set()  # released rows that the device may still run
         self._running: Batch | None = None
+        self._pending: Pending | None = None
 
     def __len__(self) -> int:
         return len(self._at)
@@ -178,13 +233,13 @@ class Planner:
         changing nothing, if too few rows are free.
         """
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
+        self._stop_running()
         indices = [self._take(sequence).index for sequence in sequences]
         for index, sequence, position in zip(indices, sequences, positions, strict=True):
             self.left[index], self.position[index] = sequence.max_length - position - 1, position
             self.reserved[index] = self.blocks.tokens_reserved(sequence.block_ids)
             self.longest[index], self.accepted[index] = sequence.max_length, np.nan
         self._left_behind.difference_update(indices)
-        self._running = None
         if self._most_drafts and sequences:
             self._without_text.update(sequences)
             # With min_tokens, the host lifts bans between steps, one token at a time.
@@ -198,12 +253,12 @@ class Planner:
 
     def free(self, row: Row) -> None:
         """Free the row of an ended sequence on the host; the device has already made the row inert."""
+        self._stop_running()
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
         self.counts.drop(row.sequence)
         self._without_text.discard(row.sequence)
-        self._running = None
 
     def release(self, sequence: Sequence) -> None:
         """Free the sequence's row, if it has one, on the host; :meth:`deactivate` updates the device."""
@@ -223,20 +278,48 @@ class Planner:
 
         n_drafts: number of draft tokens that the step verifies per row.
         """
+        self.settle()
         position = self.position[batch.at]
         if not (n_drafts or self._n_drafting):
             return position
-        return np.minimum(position + self.drafts_of(batch, n_drafts), self.longest[batch.at] - 2)
+        return np.minimum(position + self._drafts_of(batch, n_drafts), self.longest[batch.at] - 2)
 
-    def drafts_of(self, batch: Batch, n_drafts: int) -> np.ndarray:
+    def _drafts_of(self, batch: Batch, n_drafts: int) -> np.ndarray:
         """Return how many of ``n_drafts`` draft tokens the next step can verify for each row, ``[n]``."""
-        known, n, drafts = self._drafts
-        if batch is not known or n_drafts != n:
-            drafts = np.minimum(self.n_drafts[batch.at], n_drafts)
-            self._drafts = batch, n_drafts, drafts
-        return drafts
+        return np.minimum(self.n_drafts[batch.at], n_drafts)
 
-    def grow(self, batch: Batch, n_drafts: int = 0) -> np.ndarray:
+    def most_drafts(self, batch: Batch, n_drafts: int) -> int:
+        """Return how many of ``n_drafts`` draft tokens the next step can verify per row, at most."""
+        return int(self._drafts_of(batch, n_drafts).max())
+
+    def settle(self) -> None:
+        """Bring the arrays up to date."""
+        pending, self._pending = self._pending, None
+        if pending is None or not (pending.n_steps or pending.n_ended):
+            return
+        at, given = pending.batch.at, np.array(pending.given)
+        self.position[at] += pending.n_steps + given + pending.n_drafting * pending.drafts
+        self.left[at] = np.maximum(self.left[at] - pending.n_steps - given, 0)
+        self.behind[at] = pending.behind if pending.has_drafted else self.behind[at] + pending.behind
+        ran = slice(batch_bucket(int(pending.batch.indices[-1]) + 1))
+        self.round[ran] = (self.round[ran] + pending.n_steps) % ROUNDS
+        if pending.n_ended:
+            kept = (1 - SMOOTHING) ** pending.n_ended
+            self.accepted[at] += (1 - kept) * (given / pending.n_ended - self.accepted[at])
+
+    def _pending_of(self, batch: Batch, n_drafts: int = 0) -> Pending:
+        """Return what is pending for a batch; a step with that many drafts may be added."""
+        pending = self._pending
+        if pending is not None and n_drafts and pending.n_drafts != n_drafts:
+            self.settle()
+            pending = None
+        if pending is None:
+            pending = self._pending = Pending(batch, self)
+            if n_drafts:
+                pending.n_drafts, pending.drafts = n_drafts, self._drafts_of(batch, n_drafts)
+        return pending
+
+    def grow(self, batch: Batch, n_drafts: int = 0) -> tuple[int, float]:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
         To send them takes the host longer than a step. If there are blocks to spare, each row that would need
@@ -244,12 +327,19 @@ class Planner:
 
         n_drafts: number of draft tokens that the next step verifies per row.
 
-        Returns what :meth:`cached_at_most` returns. Raises ``KVCacheExhausted`` if blocks run out; slots
-        reserved until then are kept. No step has begun by then.
+        Returns upper bounds on the maximum and the mean of the positions at which the step may cache a token.
+        Raises ``KVCacheExhausted`` if blocks run out; slots reserved until then are kept, and no step has
+        begun.
         """
+        if self._pending_of(batch, n_drafts).room <= n_drafts:
+            self._grow(batch, n_drafts)
+        pending = self._pending_of(batch, n_drafts)
+        return min(pending.longest + n_drafts, pending.most), min(pending.mean + n_drafts, pending.most)
+
+    def _grow(self, batch: Batch, n_drafts: int) -> None:
         needed = self.cached_at_most(batch, n_drafts)
         if not np.count_nonzero(needed >= self.reserved[batch.at]):
-            return needed
+            return
         until = needed
         if self.blocks.num_free_blocks() > 2 * len(needed) * blocks_for(AHEAD, self.blocks.block_size):
             until = np.minimum(needed + AHEAD, self.longest[batch.at] - 2)
@@ -264,64 +354,105 @@ class Planner:
             if grown:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
-        return needed
 
     def allow_stops(self) -> None:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
-        self.counts.allow_stops(lambda sequence: int(self.position[self._row_of[sequence].index]))
+        self.counts.allow_stops(self._position_of)
 
-    def advance(self, batch: Batch, ran: slice | np.ndarray, n_drafts: int = 0) -> None:
-        """Record the start of a step that gives each row of ``batch`` one token, and one more per draft.
+    def _position_of(self, sequence: Sequence) -> int:
+        self.settle()
+        return int(self.position[self._row_of[sequence].index])
 
-        ran: indices of all state rows that the step runs on, including inert ones; their rounds advance.
+    def rounds_of(self, batch: Batch) -> np.ndarray:
+        """Return the rounds of a batch's rows before its next step, ``[n]``."""
+        if batch is not self._running:
+            self.settle()
+            return self.round[batch.indices]
+        pending = self._pending_of(batch)
+        return pending.rounds[pending.n_steps % ROUNDS]
+
+    def advance(self, batch: Batch, ran: np.ndarray) -> None:
+        """Record the start of any work that gives each row of ``batch`` one token.
+
+        ran: indices of all state rows that it runs on, including inert ones; their rounds advance.
+        """
+        self.settle()
+        self.round[ran] = (self.round[ran] + 1) % ROUNDS
+        at = batch.indices
+        self.position[at] += 1
+        self.behind[at] += 1
+        self.left[at] -= 1
+        self._drop_ended(batch)
+
+    def begin_step(self, batch: Batch, n_drafts: int = 0) -> None:
+        """Record the start of a step that gives each running row one token, and one more per draft.
+
         n_drafts: number of draft tokens that the step verifies per row. :meth:`accept` subtracts those that
             were not accepted.
         """
-        at = batch.at
-        self.round[ran] = (self.round[ran] + 1) % ROUNDS
-        self._columns[:3, at] += ONE_TOKEN
-        if n_drafts:
-            self.position[at] += self.drafts_of(batch, n_drafts)
-            self.behind[at] = 0
-            self._n_drafting += 1
-        self._stop_ended(at)
+        pending = self._pending_of(batch, n_drafts)
+        pending.begin(n_drafts)
+        self._n_drafting += n_drafts > 0
+        if pending.left <= 0:
+            self._drop_ended(batch)
 
-    def accept(self, batch: Batch, counts: np.ndarray, n_drafts: int) -> None:
+    def accept(self, batch: Batch, counts: list[int], n_drafts: int) -> None:
         """Record that a step that verified ``n_drafts`` drafts per row has ended.
 
-        counts: how many tokens it gave each row, ``[n]``; ignored for rows released since.
+        counts: how many tokens it gave each row; ignored for rows released since.
         """
-        accepted, at, drafts = counts - 1, batch.at, self.drafts_of(batch, n_drafts)
-        if batch is not self._running:  # rows may have moved
-            now = np.array([row.index for row in batch.rows])
-            at, accepted = now[now != RELEASED], accepted[now != RELEASED]
-            drafts = np.minimum(self.n_drafts[at], n_drafts)
-        if len(accepted):
-            mean = int(accepted.sum()) / len(accepted)
-            self.usual = mean if math.isnan(self.usual) else self.usual + OF_ALL * (mean - self.usual)
-        self.position[at] -= drafts - accepted
+        self._n_drafting -= 1
+        mean = sum(counts) / len(counts) - 1
+        self.usual = mean if math.isnan(self.usual) else self.usual + OF_ALL * (mean - self.usual)
+        if batch is self._running:
+            pending = self._pending_of(batch, n_drafts)
+            pending.accept(counts)
+            if pending.left <= 0:
+                self._drop_ended(batch)
+            return
+        self._stop_running()  # its rows may have moved
+        now = np.array([row.index for row in batch.rows])
+        at, accepted = now[now != RELEASED], np.array(counts)[now != RELEASED] - 1
+        self.position[at] -= np.minimum(self.n_drafts[at], n_drafts) - accepted
         self.accepted[at] += SMOOTHING * (accepted - self.accepted[at])
         self.left[at] = np.maximum(self.left[at] - accepted, 0)
-        self._n_drafting -= 1
-        self._stop_ended(at)
 
-    def _stop_ended(self, at: np.ndarray | slice) -> None:
-        left = self.left[at]
+    def _drop_ended(self, batch: Batch) -> None:
+        """Let the next step run without rows that have no tokens left."""
+        self.settle()
+        left = self.left[batch.at]
         if np.count_nonzero(left) < len(left):  # quicker than ``all``
             self._running = None
 
+    def _stop_running(self) -> None:
+        """Let the next step find its rows."""
+        self.settle()
+        self._running = None
+
     def n_behind(self, batch: Batch) -> int:
         """Return the most tokens of a row that the draft model has not cached."""
-        return int(self.behind[batch.at].max())
+        pending = self._pending_of(batch)
+        return pending.behind + (0 if pending.has_drafted else int(self.behind[batch.at].max()))
 
-    def guess(self, indices: np.ndarray, accepted: float) -> bool:
+    def guess(self, batch: Batch, accepted: float) -> bool:
         """Expect ``accepted`` draft tokens of rows about which nothing is known; return whether any are."""
-        is_unknown = np.isnan(self.accepted[indices])
-        self.accepted[indices[is_unknown]] = accepted
-        return bool(is_unknown.any())
+        self.settle()
+        new = batch.indices[np.isnan(self.accepted[batch.indices])]
+        self.accepted[new] = accepted
+        return bool(new.size)
+
+    def accepted_by(self, batch: Batch) -> float:
+        """Return the mean number of draft tokens that a step of a batch accepts per row, of late."""
+        return self._pending_of(batch).accepted
+
+    def expect(self, batch: Batch, accepted: float) -> None:
+        """Expect ``accepted`` draft tokens of each row, if it has accepted fewer of late."""
+        self.settle()
+        self.accepted[batch.at] = np.maximum(self.accepted[batch.at], accepted)
 
     def last_tokens(self, batch: Batch) -> list[int]:
         """Return the token that each row received in its latest step, which must have ended."""
+        self.settle()
         return self._ring[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
@@ -334,6 +465,7 @@ class Planner:
         """Send the known tokens of rows for which no step has drafted; the device adds those in flight."""
         if self._without_text.isdisjoint(batch.sequences):
             return
+        self.settle()
         pairs = zip(batch.sequences, batch.indices.tolist(), strict=True)
         new = [pair for pair in pairs if pair[0] in self._without_text]
         self._without_text.difference_update(s for s, _ in new)

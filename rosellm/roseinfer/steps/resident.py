@@ -222,7 +222,7 @@ class ResidentStep:
             rows = min(batch_bucket(int(batch.indices[-1]) + 1), len(planner))
             n_drafts = self._n_drafts(rows, batch)
             with profile_range(f"{STEP_RANGE}.reserve"):
-                cached = planner.grow(batch, n_drafts).tolist()
+                cached = planner.grow(batch, n_drafts)
                 planner.deactivate()
                 planner.allow_stops()
             self._start()
@@ -232,16 +232,16 @@ class ResidentStep:
                 self._launch(rows, batch, n_drafts, cached)
                 self._find_logprobs(self._plan.asking, n_drafts)
             self._note("decode", self._plan, n_drafts, rows)
-            planner.advance(batch, slice(rows), n_drafts)
+            planner.begin_step(batch, n_drafts)
             self._latest = sequences, batch
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
         """Return how many draft tokens the next step verifies per row: none."""
         return 0
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
-        """Run the step. cached: for each sequence, the highest position at which it may cache a token."""
-        variant = self.worker.variant(rows, max(cached), sum(cached) / len(cached))
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: tuple[int, float]) -> None:
+        """Run the step. cached: the result of ``Planner.grow``."""
+        variant = self.worker.variant(rows, *cached)
         self._call("decode", rows, self._plan.mode, variant)
 
     def _plan_of(self, batch: Batch, places: np.ndarray) -> SamplingPlan:
@@ -289,7 +289,7 @@ class ResidentStep:
     def _note(self, kind: Kind, plan: SamplingPlan, n_drafts: int = 0, n_rows: int = 0) -> None:
         """Record a step that has just been submitted to the device as being in flight."""
         since, self._clock = self._clock, self.worker.clock()
-        rounds = self.planner.round[plan.batch.indices]
+        rounds = self.planner.rounds_of(plan.batch)
         asks = bool(plan.asking.size)
         self._begun.append(Begun(kind, plan.batch, rounds, since, self._clock, asks, n_drafts, n_rows))
 

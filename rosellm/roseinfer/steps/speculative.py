@@ -337,7 +337,7 @@ class SpeculativeStep(ResidentStep):
         self._planes = self.worker.state.planes.numpy()
         self._latest_counts: dict[Sequence, int] = {}  # of the latest step, if it verified drafts
         self._latest_places = 1  # its verify rows per row
-        self._able = NO_ROWS, 0, NO_ROWS.indices  # of the latest batch: drafts per row, at most and by row
+        self._able = NO_ROWS, 0  # the latest batch, and how many drafts per row it can have at most
         self._asking: tuple[np.ndarray, int, np.ndarray] | None = None  # a plan's, for drafts: of their rows
 
     def _n_drafts(self, rows: int, batch: Batch) -> int:
@@ -346,19 +346,17 @@ class SpeculativeStep(ResidentStep):
             return 0
         pace, planner = self.pace, self.planner
         if batch is not self._able[0]:
-            able = planner.drafts_of(batch, self.worker.drafts_for(rows))
-            self._able = batch, int(able.max()), able
-            if planner.guess(batch.indices, self._expected(rows)):
+            self._able = batch, planner.most_drafts(batch, self.worker.drafts_for(rows))
+            if planner.guess(batch, self._expected(rows)):
                 pace.reconsider(has_new_rows=True)
-        _, n_drafts, able = self._able
+        _, n_drafts = self._able
         if not n_drafts:
             pace.rest(batch)
             return 0
-        accepted = np.minimum(planner.accepted[batch.at], able)
-        if not pace.drafts(rows, sum(accepted.tolist()) / len(accepted), batch):
+        if not pace.drafts(rows, planner.accepted_by(batch), batch):
             return 0
         if pace.is_probing:  # forget what was accepted long ago
-            planner.accepted[batch.at] = np.maximum(accepted, pace.needed(rows))
+            planner.expect(batch, pace.needed(rows))
         planner.send_texts(batch)
         return n_drafts
 
@@ -369,14 +367,14 @@ class SpeculativeStep(ResidentStep):
             return needed * (HOPEFUL if needed <= MANY else DOUBTFUL)
         return min(usual, SURE * needed)
 
-    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: list[int]) -> None:
+    def _launch(self, rows: int, batch: Batch, n_drafts: int, cached: tuple[int, float]) -> None:
         if not n_drafts:
             super()._launch(rows, batch, 0, cached)
             return
         if self.worker.draft is not None:
             for _ in range(0, self.planner.n_behind(batch), self.worker.draft.places(rows)):
                 self._call("catch_up", rows)
-        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, max(cached)))
+        self._call("decode", rows, self._plan.mode, self.worker.verify_variant(rows, cached[0]))
 
     def _find_logprobs(self, asking: np.ndarray, n_drafts: int = 0) -> None:
         if not asking.size:
@@ -400,10 +398,10 @@ class SpeculativeStep(ResidentStep):
         """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""
         rows, sequences, indices, _ = begun.batch
         chosen = self._planes[: begun.n_drafts + 1, begun.rounds, indices]  # the last token first
-        counts = np.maximum((chosen != INERT).sum(0), 1)  # 1 for an inert row
-        self.planner.accept(begun.batch, counts, begun.n_drafts)
+        tokens = chosen.T.tolist()
+        n_chosen = [len(own) - own.count(INERT) + (own[0] == INERT) for own in tokens]  # 1 for an inert row
+        self.planner.accept(begun.batch, n_chosen, begun.n_drafts)
         self.pace.reconsider()
-        tokens, n_chosen = chosen.T.tolist(), counts.tolist()
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
         got: list[Sequence] = []

@@ -222,6 +222,7 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
         leave = rng.randint(0, 3)
         list(engine.step.collect(leave))
         planner = engine.step.planner
+        planner.settle()
         for sequence in [s for s in planner.sequences if leave == 0]:  # what may have been is now known
             row = planner.batch([sequence]).indices[0]
             assert planner.position[row] == sequence.num_cached_tokens
@@ -357,9 +358,10 @@ def accepting(engine: Engine, kinds: Callable[[], bool] = lambda: True) -> list[
     planner, counts, accept = engine.step.planner, [], engine.step.planner.accept
 
     def spy(batch, n, n_drafts):
+        planner.settle()
         at = np.array([row.index for row in batch.rows])
         own = (at >= 0) & (planner.left[at] >= n_drafts) & (planner.n_drafts[at] > 0)
-        counts.append(n[own])
+        counts.append(np.array(n)[own])
         accept(batch, n, n_drafts)
 
     planner.accept = spy
@@ -452,7 +454,7 @@ class Clocked:
         self.planner.accepted[:], self.planner._running = np.nan, batch
         while tokens < n_tokens:
             n_drafts = self.step._n_drafts(1, batch)
-            self.planner.advance(batch, slice(1), n_drafts)
+            self.planner.begin_step(batch, n_drafts)
             own = self.times[n_drafts > 0]
             gained = accepted(int(tokens)) if n_drafts else 0
             tokens, seconds = tokens + 1 + gained, seconds + own
@@ -461,7 +463,7 @@ class Clocked:
             if len(self.begun) > self.late:
                 drafted, got = self.begun.pop(0)
                 if drafted:
-                    self.planner.accept(batch, np.array([1 + got]), drafted)
+                    self.planner.accept(batch, [1 + got], drafted)
                     self.step.pace.reconsider()
                 self.now += self.waiting.pop(0)
                 self.step.pace.note(1, drafted > 0, self.now)
