@@ -34,7 +34,7 @@ class Done:
     counts: list[int] | None = None
 
 
-@dataclass(slots=True)  # not frozen either
+@dataclass(slots=True)  # not frozen, for the same reason
 class Logprob:
     """The log-probability of a token.
 

@@ -11,7 +11,7 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
-AVERAGED = 4  # steps whose mean time counts; at least those in flight
+AVERAGED = 4  # steps per mean time; more than are left in flight
 MOST_TRIED, LASTING = 32, 4096  # steps until the times are known, or measured again
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
 Kind = tuple[int, bool]  # the captured batch size of a step, and whether it drafts
@@ -27,10 +27,13 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=2))  # not yet compared
         self._ratios: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=5))  # by batch size
-        self._longer: dict[int, float] = {}  # the medians of these ratios, until they are measured again
+        self._longer: dict[int, float] = {}  # their medians
+        self._is_old: set[int] = set()  # batch sizes whose ratio is to be measured again
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._kind: Kind | None = None  # of the steps that ended last
-        self._n_alike, self._noted = 0, 0.0  # how many, and when the latest time was noted
+        self._n_alike = 0  # how many in a row
+        self._ended, self._is_paused = 0.0, False  # when the last one ended; whether other work came after it
+        self._intervals: list[float] = []  # seconds between ends of steps of this kind
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
         self._n_paid = 0  # steps that drafted because it pays, in a row
@@ -64,13 +67,13 @@ class Pace:
         return chosen
 
     def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
-        if rows not in self._longer:
+        if rows not in self._longer or rows in self._is_old:
             for kind in (True, False):
                 if len(self._seconds[rows, kind]) < 2 and self._begun[rows, kind] < MOST_TRIED:
                     return kind
         longer, pays = self.longer(rows), accepted > self.needed(rows)
         if self._begun[rows, pays] > LASTING * longer:
-            self._longer.pop(rows, None)
+            self._is_old.add(rows)
             for kind in (True, False):
                 self._seconds.pop((rows, kind), None)
                 self._begun[rows, kind] = 0
@@ -90,27 +93,30 @@ class Pace:
     def note(self, rows: int, drafted: bool, now: float) -> None:
         """Note that a step has ended, and been committed, at time ``now`` in seconds.
 
-        Two means of a few steps, which follow others of the same kind, are compared with two of the other
-        kind, shortly before: the host's work for a step delays later ones, several steps may be committed at
-        once, and the host's speed changes with time.
+        The host's work for a step delays later ones, several steps may be committed at once, and the host's
+        speed changes. So the mean time of ``AVERAGED`` steps counts, after as many of the same kind, and two
+        such means are compared with the latest two of the other kind.
         """
         if (rows, drafted) != self._kind:
-            self._kind, self._n_alike = (rows, drafted), 0
+            self._kind, self._n_alike, self._intervals = (rows, drafted), 0, []
         self._n_alike += 1
-        if self._n_alike % AVERAGED:
+        if self._n_alike > AVERAGED and not self._is_paused:
+            self._intervals.append(now - self._ended)
+        self._ended, self._is_paused = now, False
+        if len(self._intervals) < AVERAGED:
             return
-        seconds, self._noted = (now - self._noted) / AVERAGED, now
-        if self._n_alike > AVERAGED:
-            self._seconds[self._kind].append(seconds)
+        self._seconds[self._kind].append(sum(self._intervals) / AVERAGED)
+        self._intervals = []
         drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
         if len(drafting) == len(plain) == 2:
             self._ratios[rows].append(min(drafting) / min(plain))
             self._longer[rows] = max(1.0, median_low(self._ratios[rows]))
+            self._is_old.discard(rows)
             self._seconds[rows, not drafted].clear()
 
     def pause(self) -> None:
-        """Note that there has been other work since the latest step."""
-        self._kind = None
+        """Note that there is other work before the next step ends."""
+        self._is_paused = True
 
     def longer(self, rows: int) -> float:
         """Return the time of a step that drafts as a multiple of that of a plain one, at least 1."""

@@ -21,7 +21,7 @@ from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
 SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
-AHEAD = 128  # tokens
+AHEAD = 128  # tokens for which slots are reserved early, if there are blocks to spare
 NEVER = 1 << 40  # tokens
 
 
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
     rows, sequences: the rows and their sequences, in the same order.
     indices: the rows' indices in the device state when the step began, int64 ``[n]``.
-    at: selects the same rows; a slice, which is faster, if they are the first rows in order.
+    at: an index of the same rows; a slice, which is faster, if they are rows 0 to n - 1.
     """
 
     rows: list[Row]
@@ -147,7 +147,8 @@ class Planner:
     n_drafts: number of draft tokens that a step may verify for it.
     behind: number of its cached tokens that a draft model has not cached.
     accepted: mean number of its draft tokens that a step accepts, of late; NaN if unknown. Float64.
-    usual: the mean of these numbers over all rows, of late; NaN if no step has drafted. A float.
+    usual: recent mean of accepted draft tokens per row and step, over all rows; NaN before any step has
+        drafted. A float.
     round: number of steps that have run on the row, inert or not, modulo ``ROUNDS``.
 
     The arrays lack what is :class:`Pending` until :meth:`settle`.
@@ -158,7 +159,7 @@ class Planner:
     ) -> None:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self._most_drafts = n_drafts
-        self._n_drafting = 0  # steps in flight that verify drafts
+        self._n_drafting = self._n_ended = 0  # steps that verify drafts: in flight, and ended
         self._without_text: set[Sequence] = set()  # sequences whose text has not been sent
         self.counts = TokenCounts(n_rows, call)
         self.accepted, self.usual = np.zeros(n_rows), math.nan
@@ -322,8 +323,8 @@ class Planner:
     def grow(self, batch: Batch, n_drafts: int = 0) -> tuple[int, float]:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
-        To send them takes the host longer than a step. If there are blocks to spare, each row that would need
-        one within ``AHEAD`` tokens also gets it.
+        Sending the tables takes the host longer than a step. So if enough blocks are free, every row gets
+        slots for ``AHEAD`` more tokens at once.
 
         n_drafts: number of draft tokens that the next step verifies per row.
 
@@ -341,7 +342,8 @@ class Planner:
         if not np.count_nonzero(needed >= self.reserved[batch.at]):
             return
         until = needed
-        if self.blocks.num_free_blocks() > 2 * len(needed) * blocks_for(AHEAD, self.blocks.block_size):
+        each = blocks_for(AHEAD, self.blocks.block_size) + 1
+        if self.blocks.num_free_blocks() > 2 * each * len(needed):
             until = np.minimum(needed + AHEAD, self.longest[batch.at] - 2)
         (short,) = (until >= self.reserved[batch.at]).nonzero()
         grown: list[int] = []
@@ -402,8 +404,9 @@ class Planner:
         counts: how many tokens it gave each row; ignored for rows released since.
         """
         self._n_drafting -= 1
-        mean = sum(counts) / len(counts) - 1
-        self.usual = mean if math.isnan(self.usual) else self.usual + OF_ALL * (mean - self.usual)
+        self._n_ended += 1
+        usual = 0.0 if math.isnan(self.usual) else self.usual
+        self.usual = usual + max(OF_ALL, 1 / self._n_ended) * (sum(counts) / len(counts) - 1 - usual)
         if batch is self._running:
             pending = self._pending_of(batch, n_drafts)
             pending.accept(counts)

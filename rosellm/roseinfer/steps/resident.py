@@ -105,7 +105,7 @@ class ResidentStep:
         self._begun: deque[Begun] = deque()
         self._ended: deque[Done] = deque()
         self._clock = worker.clock()
-        self._may_be_edited = False  # whether a caller may have changed the last token of a sequence
+        self._may_be_edited = False  # whether last tokens must be compared with the device's
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._plan = self._plan_of(NO_ROWS, NO_ROWS.indices)
         self._latest: tuple[list[Sequence], Batch] | None = None  # sequences; their rows of ``hidden``
@@ -150,7 +150,8 @@ class ResidentStep:
     def collect(self, leave: int = 0) -> Iterator[Done]:
         """Wait until at most ``leave`` steps are in flight; commit and yield all ended steps, in order.
 
-        With none left, the caller may change the last token of a sequence before the next step.
+        If ``leave`` is 0, the caller may then change a sequence's last token before the next step; after any
+        other call, such changes are ignored.
         """
         self._may_be_edited |= not leave
         while True:
@@ -172,6 +173,7 @@ class ResidentStep:
         """
         if self._latest is None:
             raise RoseError("no step has been begun; there are no logits yet")
+        self._may_be_edited = True
         sequences, batch = self._latest
         place = dict(zip(batch.sequences, batch.indices.tolist(), strict=True))
         return self._call("logits", np.array([place[s] for s in sequences if s in place]))

@@ -46,7 +46,7 @@ MOST_VERIFIED = 256  # verify rows of a step
 FEWER_DRAFTS = 7, 3, 1  # per row, of batches for which more are too many verify rows
 KEYS_OF_PIECE = 256  # the fewest cached tokens for which another program is worth its combination
 HEADS_AT_ONCE = 8  # query heads of a program, at most
-# Accepted drafts expected of a new row, as a multiple of those that pay: at most, and before any is known
+# Accepted drafts expected of a new row, as a multiple of those that pay: at most; and before any step drafts
 SURE, HOPEFUL, DOUBTFUL = 3.0, 1.2, 0.9
 MANY = 1.0  # accepted drafts that pay, above which a row must first show them
 
@@ -429,6 +429,7 @@ class SpeculativeStep(ResidentStep):
     def last_logits(self) -> Tensor:
         """Return logits as ``ResidentStep`` does: those from which each row's last token was chosen."""
         self._settle()
+        self._may_be_edited = True
         if self._latest is None or not self._latest_counts:
             return super().last_logits()
         sequences, batch = self._latest

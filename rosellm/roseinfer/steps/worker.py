@@ -47,7 +47,7 @@ class Clock:
         self.set()
 
     def set(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Set the time. stream: the one that the work was submitted to; None for the current stream."""
+        """Record all work submitted so far to ``stream``; None means the current stream."""
         self._time = perf_counter()
         if self._event is not None:
             self._event.record(stream)
@@ -66,7 +66,7 @@ class Clock:
 
 
 class Clocks:
-    """Clocks that are set again in turns, each ``n`` calls after its last.
+    """A ring of n clocks: each call of :meth:`next` reuses the oldest.
 
     New events, and new objects for the current stream, would take the host three times as long.
     """
@@ -102,7 +102,7 @@ class Worker:
     logprobs: computes requested log-probabilities.
     graphs: captures decode steps as CUDA graphs; if None, every kernel is launched from Python.
     prompts: prefills packed prompts.
-    clock: returns a clock of all work submitted so far, which is set again when the ring is full twice.
+    clock: returns a clock of all work submitted so far; it is reused after 2 * ``ROUNDS`` more calls.
     hidden: the final hidden states from which the latest step chose its tokens.
     """
 
