@@ -57,7 +57,8 @@ class Pending:
     host several times as long.
 
     n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended.
-    drafts: how many drafts such a step verifies for each row, ``[n]``; ``n_drafts`` is the maximum.
+    drafts: how many drafts such a step verifies for each row, ``[n]``: ``n_drafts``, or fewer for some rows
+        unless they ``are_alike``.
     given: number of drafts accepted for each row, in ``n_ended`` steps that have ended.
     accepted: their mean per row and step, of late.
     behind: number of plain steps since the last one that drafted, or since the arrays were up to date.
@@ -71,7 +72,7 @@ class Pending:
         position, longest, reserved = planner.position[at], planner.longest[at], planner.reserved[at]
         self.batch, self.given, self.drafts = batch, [0] * n, planner.n_drafts[at]
         self.n_steps = self.n_drafting = self.n_drafts = self.n_ended = self.behind = 0
-        self.has_drafted = False
+        self.has_drafted = self.are_alike = False
         self.room = int(np.where(reserved < longest - 1, reserved - position, NEVER).min())
         self.left, self.most = int(planner.left[at].min()), int(longest.max()) - 2
         self.longest, self.mean = int(position.max()), int(position.sum()) / n
@@ -95,7 +96,8 @@ class Pending:
         self.n_ended += 1
         self.accepted += SMOOTHING * (mean - 1 - self.accepted)
         self.left -= most - 1
-        self._cache(most - 1 - self.n_drafts, mean - 1 - self.n_drafts)
+        if self.are_alike:  # else the longest row may have had no drafts
+            self._cache(most - 1 - self.n_drafts, mean - 1 - self.n_drafts)
 
     def _cache(self, most: int, mean: float) -> None:
         self.room -= most
@@ -318,6 +320,7 @@ class Planner:
             pending = self._pending = Pending(batch, self)
             if n_drafts:
                 pending.n_drafts, pending.drafts = n_drafts, self._drafts_of(batch, n_drafts)
+                pending.are_alike = int(pending.drafts.min()) == n_drafts
         return pending
 
     def grow(self, batch: Batch, n_drafts: int = 0) -> tuple[int, float]:
@@ -384,7 +387,7 @@ class Planner:
         self.position[at] += 1
         self.behind[at] += 1
         self.left[at] -= 1
-        self._drop_ended(batch)
+        self._drop_ended(at)
 
     def begin_step(self, batch: Batch, n_drafts: int = 0) -> None:
         """Record the start of a step that gives each running row one token, and one more per draft.
@@ -396,7 +399,7 @@ class Planner:
         pending.begin(n_drafts)
         self._n_drafting += n_drafts > 0
         if pending.left <= 0:
-            self._drop_ended(batch)
+            self._drop_ended(batch.at)
 
     def accept(self, batch: Batch, counts: list[int], n_drafts: int) -> None:
         """Record that a step that verified ``n_drafts`` drafts per row has ended.
@@ -411,19 +414,20 @@ class Planner:
             pending = self._pending_of(batch, n_drafts)
             pending.accept(counts)
             if pending.left <= 0:
-                self._drop_ended(batch)
+                self._drop_ended(batch.at)
             return
-        self._stop_running()  # its rows may have moved
+        self.settle()  # the rows may have moved
         now = np.array([row.index for row in batch.rows])
         at, accepted = now[now != RELEASED], np.array(counts)[now != RELEASED] - 1
         self.position[at] -= np.minimum(self.n_drafts[at], n_drafts) - accepted
         self.accepted[at] += SMOOTHING * (accepted - self.accepted[at])
         self.left[at] = np.maximum(self.left[at] - accepted, 0)
+        self._drop_ended(at)
 
-    def _drop_ended(self, batch: Batch) -> None:
-        """Let the next step run without rows that have no tokens left."""
+    def _drop_ended(self, at: np.ndarray | slice) -> None:
+        """Let the next step run without those of the rows that have no tokens left."""
         self.settle()
-        left = self.left[batch.at]
+        left = self.left[at]
         if np.count_nonzero(left) < len(left):  # quicker than ``all``
             self._running = None
 

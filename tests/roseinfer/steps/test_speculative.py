@@ -22,7 +22,7 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.steps.pace import LONGEST_REST, Pace
+from rosellm.roseinfer.steps.pace import LASTING, LONGEST_REST, Pace
 from rosellm.roseinfer.steps.planner import Batch, Planner
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED, SpeculativeStep
@@ -200,11 +200,12 @@ def test_a_request_ends_where_single_steps_end_it_though_later_drafts_were_accep
 
 
 def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
-    """Sequences pause, are released and start again at random; each gets its own tokens."""
+    """Sequences pause, are released and start again at random; each gets its own tokens. Some have no drafts."""
     model, rng = model_of("llama"), random.Random(5)
     prompts = random_prompts([2, 9, 17, 5, 30, 8, 12], seed=6)
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    _, plain = run(small_engine(model), prompts, [params] * len(prompts))
+    greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    params = [SamplingParams(min_tokens=n, **greedy) for n in (0, 24, 0, 0, 24, 0, 0)]
+    _, plain = run(small_engine(model), prompts, params)
     expected = [one.token_ids for one in plain]
     known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     options = {"recipe": "speculative", "max_batch_size": 4, "speculative_tokens": 3}
@@ -213,7 +214,7 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
     for _ in range(120):
         if to_come and len(there) < 4 and rng.random() < 0.5:
             index = to_come.pop()
-            sequence = engine.make_sequence(prompts[index], params)
+            sequence = engine.make_sequence(prompts[index], params[index])
             engine.begin_prefill([sequence])
             there[sequence] = index
         running = [s for s in there if not s.is_finished and rng.random() < 0.8]
@@ -222,10 +223,11 @@ def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
         leave = rng.randint(0, 3)
         list(engine.step.collect(leave))
         planner = engine.step.planner
-        planner.settle()
-        for sequence in [s for s in planner.sequences if leave == 0]:  # what may have been is now known
+        if leave == 0:  # what may have been is now known
+            planner.settle()
+        for sequence in [s for s in planner.sequences if leave == 0]:
             row = planner.batch([sequence]).indices[0]
-            assert planner.position[row] == sequence.num_cached_tokens
+            assert planner.position[row] == sequence.num_cached_tokens <= planner.reserved[row]
             assert planner.left[row] == sequence.max_length - len(sequence.tokens)
         for sequence in list(there):
             assert sequence.output == expected[there[sequence]][: sequence.n_output]
@@ -478,6 +480,24 @@ def test_a_row_that_gains_nothing_loses_at_most_three_per_cent(longer, every, la
     clocked.speed(lambda token: 0, 200)
     for _ in range(5):
         assert 0.97 < clocked.speed(lambda token: int(every > 0 and token % every == 0), 256) <= 1.0
+
+
+@pytest.mark.parametrize(("longer", "accepted", "pays"), [(1.05, 0.4, True), (2.5, 1.0, False)])
+def test_steps_are_measured_although_prompts_keep_coming(longer, accepted, pays):
+    """The times are measured again after ``LASTING`` steps."""
+    pace, batch, now, n_drafting = Pace(), Batch([], [], np.zeros(1, np.int64), slice(1)), 0.0, 0
+    for i in range(4 * LASTING):
+        if i % 3 == 0:
+            pace.pause()
+            now += 1.0
+        drafts = not pace.rests(batch) and pace.drafts(8, accepted, batch)
+        if drafts:
+            pace.reconsider()
+        now += longer if drafts else 1.0
+        pace.note(8, drafts, now)
+        n_drafting += drafts
+    assert pace.longer(8) == pytest.approx(longer)
+    assert (n_drafting > 0.98 * 4 * LASTING) if pays else (n_drafting < 0.02 * 4 * LASTING)
 
 
 @pytest.mark.parametrize("late", [0, RUN_AHEAD])
