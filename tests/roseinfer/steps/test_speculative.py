@@ -200,7 +200,7 @@ def test_a_request_ends_where_single_steps_end_it_though_later_drafts_were_accep
 
 
 def test_rows_that_leave_and_come_back_keep_their_texts(in_flight):
-    """Sequences pause, are released and start again at random; some get no drafts. Each gets its own tokens."""
+    """Sequences pause, are released and start again at random; some get no drafts. Each gets its tokens."""
     model, rng = model_of("llama"), random.Random(5)
     prompts = random_prompts([2, 9, 17, 5, 30, 8, 12], seed=6)
     greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
