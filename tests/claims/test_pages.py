@@ -21,7 +21,7 @@ from tests.claims.reading import ROOT, falsified, number, rows, said, wrong
 
 busy = load_exhibit("busy")
 
-H200, H100 = find(), find("nvidia-h100-80gb-hbm3")
+H200, H100, CPU = find(), find("nvidia-h100-80gb-hbm3"), find("cpu")
 RIVALS = _rivals_file()
 LEASE = RIVALS["one_lease_2026_11_26"]
 ATTENTION = {model: record["figures"] for model, record in H200.by_model("prompt_attention").items()}
@@ -311,6 +311,12 @@ def drafts_of_shipped_models(text: str) -> Claims:
         runs = H200.figures(name, "random")["seconds"]
         ratios = [median(one["plain"]) / median(one["ngram"]) for one in runs.values()]
         values += [min(ratios), max(ratios), *(float(n) for n in (min(runs, key=int), max(runs, key=int)))]
+    words += rf"\. On \[(\d+) CPU cores\]\S+ .*? to {three} times .*? with rose-tiny, "
+    words += rf"{three} times with rose-tiny-qwen3"
+    values.append(CPU.load("drafts-rose-tiny")["environment"]["cpu_cores"])
+    for name in ("rose-tiny", "rose-tiny-qwen3"):
+        runs = [CPU.figures(f"drafts-{name}", kind, "seconds", "1") for kind in drafts.TEXTS]
+        values += [median(one["plain"]) / median(one["ngram"]) for one in runs]
     words += rf"\. In texts of 32,768 tokens, .*? in {figure} µs, that of each of 64 in {figure} µs"
     matching = H200.figures("suffix_match", "32768")
     values += [median(matching[n]) for n in ("1", "64")]
