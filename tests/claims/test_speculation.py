@@ -86,7 +86,7 @@ def test_the_verdict_is_that_of_the_recorded_runs():
                     gains[way, n].append(gain)
     one, eight, many = (gains["ngram", n] for n in (1, 8, 64))
     words = rf"few requests: {FIGURE} to {FIGURE} times with one, {FIGURE} to {FIGURE} times with eight. "
-    words += rf"With 64, little changes: {FIGURE} to {FIGURE} times"
+    words += rf"With 64, some lose: {FIGURE} to {FIGURE} times"
     claim("39", words, *(end for each in (one, eight, many) for end in (min(each), max(each))))
     drafted = gains["draft", 1] + gains["draft", 8] + gains["draft", 64]
     claim("39", rf"draft models lose: {FIGURE} to {FIGURE} times", min(drafted), max(drafted))
