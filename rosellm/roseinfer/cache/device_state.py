@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.request import Sequence
 
-TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
+ROUND, TOKEN, POSITION, LIMIT, STOP, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
 REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, FIELDS = 11, 12, 13, 14, 15, 16
 INERT = NO_STOP = -1
 ROUNDS = 64
@@ -143,7 +143,7 @@ def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -
     params, token = sequence.params, sequence.tokens[position]
     stop = sequence.eos_tokens[0] if sequence.eos_tokens else NO_STOP
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
-    numbers = position, sequence.max_length, stop, rounds
+    numbers = rounds, token, position, sequence.max_length, stop
     filters = temperature, params.top_p, params.min_p
     penalties = params.repetition, params.presence_penalty, params.frequency_penalty
-    return _ROW.pack(token, *numbers, top_k, sequence.seed, *filters, *penalties, counts, sequence.n_prompt)
+    return _ROW.pack(*numbers, top_k, sequence.seed, *filters, *penalties, counts, sequence.n_prompt)

@@ -251,8 +251,10 @@ class OnlineScheduler(Scheduler):
         try:
             n_begun = self._decode(self._schedule_decode())
             self._postprocess(run_ahead)
-            n_begun += self._prefill(*self._schedule_prefill())
-            self._postprocess(run_ahead if n_begun else 0)
+            n_prefilled = self._prefill(*self._schedule_prefill())
+            n_begun += n_prefilled
+            if n_prefilled or not (n_begun and self._stepped):
+                self._postprocess(run_ahead if n_begun else 0)
         except BaseException as error:
             self._fail_active(error)
             raise

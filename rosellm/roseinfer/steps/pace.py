@@ -11,6 +11,7 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
+LATE_REST, HOPELESS = 64, 0.25  # the first rest if so few accepted drafts are expected, of those that pay
 AVERAGED = 4  # steps per mean time; more than are left in flight
 MOST_TRIED, LASTING = 32, 4096  # steps until the times are known, or measured again
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
@@ -31,13 +32,14 @@ class Pace:
         self._is_old: set[int] = set()  # batch sizes whose ratio is to be measured again
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._kind: Kind | None = None  # of the steps that ended last
-        self._n_alike = 0  # how many in a row
-        self._ended, self._is_paused = 0.0, False  # when the last one ended; whether other work came after it
-        self._intervals: list[float] = []  # seconds between ends of steps of this kind
+        self._n_alike = 0  # how many in a row, less those of earlier means
+        self._started = self._ended = 0.0  # when the steps of the next mean began; when the last one ended
+        self._is_paused = False  # whether other work came after it
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
         self._n_paid = 0  # steps that drafted because it pays, in a row
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
+        self.is_timed = True  # whether the ends of steps matter
 
     def rests(self, batch: Batch) -> bool:
         """Return whether an earlier decision makes the next step of a batch plain."""
@@ -45,23 +47,29 @@ class Pace:
         self._since += rests
         return rests
 
-    def rest(self, batch: Batch, n_steps: float = math.inf) -> None:
+    def rest(self, batch: Batch, n_steps: float = math.inf, is_timed: bool = False) -> None:
         """Let a batch take ``n_steps`` plain steps after the last one that drafted."""
-        self._resting, self._until = batch, n_steps
+        self._resting, self._until, self.is_timed = batch, n_steps, is_timed
 
-    def reconsider(self, has_new_rows: bool = False) -> None:
-        """Let the next step be decided by itself: more is known about accepted drafts, or rows are new."""
+    def reconsider(self) -> None:
+        """Let the next step be decided by itself: more is known about accepted drafts."""
         self._resting = NO_ROWS
-        if has_new_rows:
-            self._rest, self._n_paid = FIRST_REST, 0
+
+    def begin(self, rows: int, accepted: float) -> None:
+        """Begin to decide about a batch with new rows, of which ``accepted`` accepted drafts are expected."""
+        self.reconsider()
+        is_hopeless = accepted < HOPELESS * self.needed(rows)
+        self._rest, self._n_paid = LATE_REST if is_hopeless else FIRST_REST, 0
 
     def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
         """Return whether the next step of a batch drafts.
 
         rows: the captured batch size.
-        accepted: the mean number of accepted drafts per row and drafting step, of late.
+        accepted: the result of ``Planner.accepted_by``.
         """
         self.is_probing = False
+        if not self.is_timed:
+            self._kind, self.is_timed = None, True
         chosen = self._chosen(rows, accepted, batch)
         self._begun[rows, chosen] += 1
         return chosen
@@ -86,27 +94,33 @@ class Pace:
             self._since = 0
             return True
         self._begun[rows, False] += int(rest)
-        self.rest(batch, rest)
+        self.rest(batch, rest, is_timed=len(self._seconds[rows, False]) < 2)
         self._since += 1
         return False
 
     def note(self, rows: int, drafted: bool, now: float) -> None:
-        """Note that a step has ended, and been committed, at time ``now`` in seconds.
+        """Note that a step has ended, and been committed, at time ``now`` in seconds; only if ``is_timed``.
 
         The host's work for a step delays later ones, several steps may be committed at once, and the host's
         speed changes. So the mean time of ``AVERAGED`` steps counts, after as many of the same kind, and two
         such means are compared with the latest two of the other kind.
         """
         if (rows, drafted) != self._kind:
-            self._kind, self._n_alike, self._intervals = (rows, drafted), 0, []
+            self._kind, self._n_alike = (rows, drafted), 0
+        elif self._is_paused:
+            self._started += now - self._ended
+            self._n_alike -= 1
         self._n_alike += 1
-        if self._n_alike > AVERAGED and not self._is_paused:
-            self._intervals.append(now - self._ended)
         self._ended, self._is_paused = now, False
-        if len(self._intervals) < AVERAGED:
+        if self._n_alike % AVERAGED == 0:
+            self._note_mean(rows, drafted)
+
+    def _note_mean(self, rows: int, drafted: bool) -> None:
+        started, self._started = self._started, self._ended
+        if self._n_alike == AVERAGED:
             return
-        self._seconds[self._kind].append(sum(self._intervals) / AVERAGED)
-        self._intervals = []
+        self._n_alike = AVERAGED
+        self._seconds[rows, drafted].append((self._ended - started) / AVERAGED)
         drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
         if len(drafting) == len(plain) == 2:
             self._ratios[rows].append(min(drafting) / min(plain))

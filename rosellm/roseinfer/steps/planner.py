@@ -14,15 +14,16 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS, row_bytes
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
 SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
-AHEAD = 128  # tokens for which slots are reserved early, if there are blocks to spare
+AHEAD = 1024  # tokens for which slots are reserved early, if there are blocks to spare
 NEVER = 1 << 40  # tokens
+STEPS = np.arange(ROUNDS)[:, None]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,7 @@ class Pending:
     drafts: how many drafts such a step verifies for each row, ``[n]``: ``n_drafts``, or fewer for some rows
         unless they ``are_alike``.
     given: number of drafts accepted for each row, in ``n_ended`` steps that have ended.
-    accepted: their mean per row and step, of late.
+    accepted: of each row, their mean per step, of late.
     behind: number of plain steps since the last one that drafted, or since the arrays were up to date.
     room, left: lower bounds on the slots and tokens that any row has left.
     longest, mean: upper bounds on the maximum and the mean of the rows' cached tokens, and ``most`` of both.
@@ -76,8 +77,8 @@ class Pending:
         self.room = int(np.where(reserved < longest - 1, reserved - position, NEVER).min())
         self.left, self.most = int(planner.left[at].min()), int(longest.max()) - 2
         self.longest, self.mean = int(position.max()), int(position.sum()) / n
-        self.accepted = float(np.minimum(planner.accepted[at], self.drafts).sum()) / n
-        self.rounds = (planner.round[batch.indices] + np.arange(ROUNDS)[:, None]) % ROUNDS
+        self.accepted = np.minimum(planner.accepted[at], self.drafts).tolist()
+        self.rounds = (planner.round[batch.indices] + STEPS) & (ROUNDS - 1)  # faster than %
 
     def begin(self, n_drafts: int) -> None:
         """Add a step."""
@@ -94,7 +95,8 @@ class Pending:
         self.given = [given + n - 1 for given, n in zip(self.given, counts, strict=True)]
         self.n_drafting -= 1
         self.n_ended += 1
-        self.accepted += SMOOTHING * (mean - 1 - self.accepted)
+        pairs = zip(self.accepted, counts, strict=True)
+        self.accepted = [old + SMOOTHING * (n - 1 - old) for old, n in pairs]
         self.left -= most - 1
         if self.are_alike:  # else the longest row may have had no drafts
             self._cache(most - 1 - self.n_drafts, mean - 1 - self.n_drafts)
@@ -203,8 +205,7 @@ class Planner:
     def running(self) -> Batch:
         """Return the rows that may generate a token, by index; the same object while the set is unchanged."""
         if self._running is None:
-            self._compact()
-            indices = np.flatnonzero(self.left > 0)
+            indices = self._compact()
             rows, n = [row for index in indices if (row := self._at[index])], len(indices)
             at = slice(n) if n and indices[-1] == n - 1 else indices
             self._running = Batch(rows, [row.sequence for row in rows], indices, at)
@@ -307,26 +308,26 @@ class Planner:
         ran = slice(batch_bucket(int(pending.batch.indices[-1]) + 1))
         self.round[ran] = (self.round[ran] + pending.n_steps) % ROUNDS
         if pending.n_ended:
-            kept = (1 - SMOOTHING) ** pending.n_ended
-            self.accepted[at] += (1 - kept) * (given / pending.n_ended - self.accepted[at])
+            self.accepted[at] = pending.accepted
 
     def _pending_of(self, batch: Batch, n_drafts: int = 0) -> Pending:
         """Return what is pending for a batch; a step with that many drafts may be added."""
         pending = self._pending
-        if pending is not None and n_drafts and pending.n_drafts != n_drafts:
+        is_other = n_drafts and (pending is None or pending.n_drafts != n_drafts)
+        if is_other and pending is not None and (pending.n_steps or pending.n_ended):
             self.settle()
             pending = None
         if pending is None:
             pending = self._pending = Pending(batch, self)
-            if n_drafts:
-                pending.n_drafts, pending.drafts = n_drafts, self._drafts_of(batch, n_drafts)
-                pending.are_alike = int(pending.drafts.min()) == n_drafts
+        if is_other:
+            pending.n_drafts, pending.drafts = n_drafts, self._drafts_of(batch, n_drafts)
+            pending.are_alike = int(pending.drafts.min()) == n_drafts
         return pending
 
     def grow(self, batch: Batch, n_drafts: int = 0) -> tuple[int, float]:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
-        Sending the tables takes the host longer than a step. So if enough blocks are free, every row gets
+        Sending the tables takes the host longer than a step. So if there are blocks to spare, every row gets
         slots for ``AHEAD`` more tokens at once.
 
         n_drafts: number of draft tokens that the next step verifies per row.
@@ -345,8 +346,7 @@ class Planner:
         if not np.count_nonzero(needed >= self.reserved[batch.at]):
             return
         until = needed
-        each = blocks_for(AHEAD, self.blocks.block_size) + 1
-        if self.blocks.num_free_blocks() > 2 * each * len(needed):
+        if self.can_spare(0):
             until = np.minimum(needed + AHEAD, self.longest[batch.at] - 2)
         (short,) = (until >= self.reserved[batch.at]).nonzero()
         grown: list[int] = []
@@ -359,6 +359,13 @@ class Planner:
             if grown:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
+
+    def can_spare(self, n_blocks: int) -> bool:
+        """Return whether ``n_blocks`` blocks are free beside those that all rows need at full length."""
+        self.settle()
+        without_slots = np.maximum(self.longest - 1 - self.reserved, 0)[self.left > 0]
+        needed = -(-without_slots // self.blocks.block_size)
+        return self.blocks.num_free_blocks() >= n_blocks + int(needed.sum())
 
     def allow_stops(self) -> None:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
@@ -449,8 +456,13 @@ class Planner:
         return bool(new.size)
 
     def accepted_by(self, batch: Batch) -> float:
-        """Return the mean number of draft tokens that a step of a batch accepts per row, of late."""
-        return self._pending_of(batch).accepted
+        """Return how many draft tokens a step of a batch accepts per row, of late.
+
+        This is the number with which, if it were the same for every row, the rows would take the same mean
+        time per token. With the mean number, one fast row would outweigh many that gain nothing.
+        """
+        accepted = self._pending_of(batch).accepted
+        return len(accepted) / sum([1 / (1 + n) for n in accepted]) - 1
 
     def expect(self, batch: Batch, accepted: float) -> None:
         """Expect ``accepted`` draft tokens of each row, if it has accepted fewer of late."""
@@ -500,15 +512,20 @@ class Planner:
         write_tables(words[:, 1 + n_fields :], sequences)
         self._call("write_rows", words, n_fields)
 
-    def _compact(self) -> None:
-        """Move the last rows to lower free indices if a smaller captured batch size then suffices."""
+    def _compact(self) -> np.ndarray:
+        """Move the last rows to lower free indices if a smaller captured batch size then suffices.
+
+        Returns the indices of the rows that may generate a token, ``[n]``.
+        """
         taken = np.flatnonzero(self.left > 0)
-        if not taken.size or batch_bucket(int(taken[-1]) + 1) == batch_bucket(len(taken)):
-            return
-        free = [index for index in range(len(taken)) if self._at[index] is None]
+        n = len(taken)
+        if not n or taken[-1] < n or batch_bucket(int(taken[-1]) + 1) == batch_bucket(n):
+            return taken
+        free = [index for index in range(n) if self._at[index] is None]
         moves = [(old, new) for old, new in zip(taken[::-1], free, strict=False) if new < old]
         if moves:
             self._move(*np.array(moves).T)
+        return np.flatnonzero(self.left > 0)
 
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other indices on host and device; each index keeps its own round."""

@@ -8,13 +8,14 @@ from typing import Protocol
 import numpy as np
 
 from rosellm.models.arch import Arch
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import pieces_for, tile_columns
 from rosellm.roseinfer.layers.logprobs import PromptTokens
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
-from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
+from rosellm.roseinfer.steps.planner import AHEAD, NO_ROWS, Batch, Planner
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs, inert_words
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
@@ -65,11 +66,13 @@ class PackedPrompts:
             asked.give(self._call("prompt_logprobs", *asked.wishes))
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """Reserve slots for the chunks and the rest of completed prompts' last blocks; return the chunks."""
+        """Reserve slots for the chunks, and for some of the next tokens of completed prompts."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
+        most = [s.max_length for s in chunks.whole] + chunks.counts[chunks.n_whole :]
+        can_spare = self.planner.can_spare(sum(1 + blocks_for(n, blocks.block_size) for n in most))
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
-            ahead = _slots_ahead(sequence, count, blocks.block_size)
+            ahead = _slots_ahead(sequence, count, blocks.block_size, AHEAD if can_spare else 0)
             blocks.reserve_prompt(sequence.block_ids, count + ahead)
         return chunks
 
@@ -126,9 +129,9 @@ def _keeps(chunks: Chunks) -> bool:
     return any(sequence.prompt_logprobs is not None for sequence in chunks.sequences)
 
 
-def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
-    """Return how many slots to reserve after a prompt: those in its last block that the output will need."""
+def _slots_ahead(sequence: Sequence, count: int, block_size: int, more: int) -> int:
+    """Return how many slots to reserve after a prompt: the rest of its last block and ``more``, if needed."""
     n_tokens = sequence.num_cached_tokens + count
     if n_tokens < sequence.prefill_length:
         return 0
-    return min(-n_tokens % block_size, max(sequence.max_length - 1 - n_tokens, 0))
+    return min(-n_tokens % block_size + more, max(sequence.max_length - 1 - n_tokens, 0))

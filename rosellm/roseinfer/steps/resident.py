@@ -34,6 +34,7 @@ from rosellm.roseinfer.steps.worker import Clock, Worker
 
 RUN_AHEAD = 3
 Kind = Literal["prefill", "decode"]
+NONE_ASK = np.zeros((3, 0), np.int64)
 
 
 class SamplingPlan(NamedTuple):
@@ -54,9 +55,11 @@ def asking_of(batch: Batch, places: np.ndarray) -> np.ndarray:
 
     places: for each sequence of the batch, its row of the hidden states ``[n]``.
     """
+    if all([s.logprobs is None for s in batch.sequences]):
+        return NONE_ASK
     rows = zip(places.tolist(), batch.indices.tolist(), batch.sequences, strict=True)
     asking = [(place, slot, s.params.logprobs) for place, slot, s in rows if s.logprobs is not None]
-    return np.array(asking, np.int64).reshape(-1, 3).T.copy()
+    return np.array(asking, np.int64).T.copy()
 
 
 @dataclass(slots=True)
@@ -157,9 +160,14 @@ class ResidentStep:
         while True:
             while self._ended:
                 yield self._ended.popleft()
-            if not self._begun or (len(self._begun) <= leave and not self._begun[0].clock.has_ended()):
+            if not self._begun:
                 return
-            self._settle(leave=len(self._begun) - 1)
+            if len(self._begun) > leave:
+                self._settle(leave=len(self._begun) - 1)
+            elif self._begun[0].clock.has_ended():
+                self._commit_first()
+            else:
+                return
 
     def release(self, sequence: Sequence) -> None:
         """Free the sequence's state row, if it has one."""
@@ -299,8 +307,11 @@ class ResidentStep:
         """Wait until at most ``leave`` steps are in flight, and commit the tokens of the ended steps."""
         while len(self._begun) > leave:
             self._begun[0].clock.wait()
-            self._check()
-            self._ended.append(self._commit(self._begun.popleft()))
+            self._commit_first()
+
+    def _commit_first(self) -> None:
+        self._check()
+        self._ended.append(self._commit(self._begun.popleft()))
 
     def _commit(self, begun: Begun) -> Done:
         """Copy a step's tokens from the ring to its sequences, except those released since it began."""

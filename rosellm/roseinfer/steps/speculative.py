@@ -87,10 +87,11 @@ class SpeculativeWorker(Worker):
         self._rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         self._wide = DeviceState(verify_rows(self.n_rows, n_drafts), self.state.table.shape[1], self.device)
         self._wide.stop_tokens = self.state.stop_tokens
-        sizes = [self.n_rows * self.longest, self.n_rows, self.n_rows]
+        sizes = [self.n_rows * self.longest, 2 * self.n_rows]
         self._texts = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
-        tokens, *numbers = self._texts.split(sizes)
-        self.texts = Texts(tokens.view(self.n_rows, -1), *numbers)
+        tokens, numbers = self._texts.split(sizes)
+        self._numbers = numbers.view(2, -1).T  # of each row, in the order of ``Texts``
+        self.texts = Texts(tokens.view(self.n_rows, -1), *self._numbers.T)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
         queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
         can_run = ring.runs_on(self.device, model.dtype) and is_stock(kernels, "append_and_attend")
@@ -136,10 +137,11 @@ class SpeculativeWorker(Worker):
             tokens[: len(after), :width] = self.texts.tokens[: len(after)].gather(1, after)
         super().find_logprobs(asking)
 
-    def _move_rows(self, source: Tensor, target: Tensor) -> None:
-        super()._move_rows(source, target)
-        for texts in (self.texts.tokens, self.texts.wants_drafts, self.texts.n_cached):
-            texts[target] = texts[source]
+    def _move_rows(self, state: DeviceState, moves: Tensor) -> None:
+        super()._move_rows(state, moves)
+        source, target = moves.long()
+        for texts in (self.texts.tokens, self._numbers):
+            texts.index_copy_(0, target, texts.index_select(0, source))
 
     # Called by this rank only.
 
@@ -347,8 +349,9 @@ class SpeculativeStep(ResidentStep):
         pace, planner = self.pace, self.planner
         if batch is not self._able[0]:
             self._able = batch, planner.most_drafts(batch, self.worker.drafts_for(rows))
-            if planner.guess(batch, self._expected(rows)):
-                pace.reconsider(has_new_rows=True)
+            expected = self._expected(rows)
+            if planner.guess(batch, expected):
+                pace.begin(rows, expected)
         _, n_drafts = self._able
         if not n_drafts:
             pace.rest(batch)
@@ -388,11 +391,15 @@ class SpeculativeStep(ResidentStep):
     def _commit(self, begun: Begun) -> Done:
         self._latest_counts, self._latest_places = {}, begun.n_drafts + 1
         done = self._commit_drafts(begun) if begun.n_drafts else super()._commit(begun)
+        if self.pace.is_timed:
+            self._time(begun)
+        return done
+
+    def _time(self, begun: Begun) -> None:
         if begun.kind == "decode":
             self.pace.note(begun.n_rows, begun.n_drafts > 0, perf_counter())
         else:
             self.pace.pause()
-        return done
 
     def _commit_drafts(self, begun: Begun) -> Done:
         """Copy the tokens of a step that verified drafts to its sequences, as ``_commit`` does."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUNDS, DeviceState
+from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUND, ROUNDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
-from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.cache.staging import StagingBuffer, current_stream
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.choosers import NextTokens
 from rosellm.roseinfer.layers.fused import Layers
@@ -68,27 +68,18 @@ class Clock:
 class Clocks:
     """A ring of n clocks: each call of :meth:`next` reuses the oldest.
 
-    New events, and new objects for the current stream, would take the host three times as long.
+    New events would take the host three times as long.
     """
 
     def __init__(self, device: torch.device, n: int) -> None:
-        self._device = device.index if device.type == "cuda" else None
+        self._device = device if device.type == "cuda" else None
         self._clocks = cycle([Clock(device) for _ in range(n)])
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle
 
     def next(self) -> Clock:
         """Return a clock of all work submitted so far to the current stream."""
         clock = next(self._clocks)
-        clock.set(self._stream())
+        clock.set(None if self._device is None else current_stream(self._device))
         return clock
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        if self._device is None:
-            return None
-        handle = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001
-        if handle not in self._streams:
-            self._streams[handle] = torch.cuda.current_stream(self._device)
-        return self._streams[handle]
 
 
 class Worker:
@@ -130,6 +121,8 @@ class Worker:
         self._idle.stop_tokens = state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(self.n_rows, device=self.device)
         self._staging = StagingBuffer(self.device, torch.int32)
+        self._moves = torch.zeros(2, -(-self.n_rows // 2), dtype=torch.int32, device=self.device)
+        self._mover_run: Callable[[], object] | None = None
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
         self._warm_hidden: dict[int, Tensor] = {}  # hidden states of inert rows, by batch size
         self.hidden: Tensor | None = None
@@ -142,6 +135,8 @@ class Worker:
 
         Ranks exchange the arguments, which are numbers, strings and arrays.
         """
+        if name == "decode" and self.graphs is not None:  # a replay needs no mode, whose entry costs 3 us
+            return self.decode(*arguments)
         with self._inference:
             return getattr(self, name)(*arguments)
 
@@ -166,7 +161,13 @@ class Worker:
 
         Rounds are not copied: each index keeps its own, on the host too.
         """
-        self._move_rows(*self._staging.put(indices).send().long())
+        if self.graphs is None:
+            self._move_rows(self.state, self._staging.put(indices).send())
+            return
+        n_more = self._moves.shape[1] - indices.shape[1]
+        padded = np.concatenate((indices, indices[:, :1].repeat(n_more, 1)), 1)  # by repeating a move
+        self._staging.put(padded).send(self._moves.view(-1))
+        self._mover()()
 
     def write_counts(self, words: np.ndarray, n: int) -> None:
         """Write to rows of ``counts``.
@@ -257,7 +258,8 @@ class Worker:
         if key not in self._steps:
             run: Callable[[], Tensor] = partial(self._run, self.state.first(rows), *key[1:])
             if self.graphs is not None:
-                run = self.graphs.capture(run, partial(self._warm_up_step, *key))
+                with torch.inference_mode():
+                    run = self.graphs.capture(run, partial(self._warm_up_step, *key))
             self._steps[key] = run
         return self._steps[key]
 
@@ -272,7 +274,8 @@ class Worker:
         steps: list[Callable[[], object]] = [partial(self.step, *key) for key in keys]
         if rows is not None:
             return steps
-        return self.prompts.captures() + steps + self.logprobs.captures()
+        moves = [] if self._mover_run else [partial(self._mover)]
+        return self.prompts.captures() + steps + self.logprobs.captures() + moves
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
         """Return functions that run each kernel once, on padding only, to compile it before its capture.
@@ -299,11 +302,24 @@ class Worker:
         """The number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.count
 
-    def _move_rows(self, source: Tensor, target: Tensor) -> None:
-        rounds = self.state.rounds[target]
-        self.state.rows[target] = self.state.rows[source]
-        self.state.rounds[target] = rounds
-        self.state.positions.index_fill_(0, source, INERT)
+    def _mover(self) -> Callable[[], object]:
+        """Return a function that moves rows as ``_moves`` says, by a graph that is captured first if missing.
+
+        Kernel by kernel, moving a few rows would take the host as long as several steps.
+        """
+        if self._mover_run is None:
+            assert self.graphs is not None
+            idle = self._idle.first(self.n_rows), torch.zeros_like(self._moves)
+            run = partial(self._move_rows, self.state, self._moves)
+            self._mover_run = self.graphs.capture(run, partial(self._move_rows, *idle))
+        return self._mover_run
+
+    def _move_rows(self, state: DeviceState, moves: Tensor) -> None:
+        """Move rows of a state. moves: int32 ``[2, n]``, sources and targets."""
+        source, target = moves.long()
+        fields = state.rows[:, ROUND + 1 :]
+        fields.index_copy_(0, target, fields.index_select(0, source))
+        state.positions.index_fill_(0, source, INERT)
 
     def _note(self, hidden: Tensor, chosen: Tensor | None, keep: bool) -> None:
         self._prompt_hidden = hidden if keep else None

@@ -235,7 +235,7 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
     bind, step = engine.step.worker.bind, engine.step.worker
     bind.num_sms = 132
     keys = {capture.args for capture in step.captures() if capture.func == step.step}
-    assert len(step.captures()) < 150
+    assert len(step.captures()) <= 150
     for bucket, longest in product({bucket for bucket, _, _ in keys}, {*range(1, 1025, 23), 1024}):
         variants = {bind.variant(bucket, longest, share * longest) for share in (0.1, 0.6, 0.9, 1)}
         modes = step.next_tokens.chooser.modes(bucket)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import KVCacheExhausted, OptionError
-from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS
+from rosellm.roseinfer.cache.device_state import FIELDS, INERT, POSITION, ROUND, ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
@@ -17,6 +18,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from tests import helpers
 from tests.helpers import greedy_sequences, random_model, random_prompts, small_config, small_engine
+from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
 
 PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30, 5, 3, 12], seed=1)
 N_TOKENS = 12
@@ -148,6 +150,30 @@ def test_a_row_that_moves_continues_from_its_edited_token(rung):
         while not last.is_finished:
             engine.decode(sequences[1:])
         assert last.tokens[len(edited) :] == helpers.uncached_greedy(model, edited, 16 - len(edited))
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("rung", [BEST_RUNG, "speculative"])
+def test_moved_rows_keep_all_but_their_rounds_and_other_rows_stay_as_they_are(rung, has_graphs, request):
+    if has_graphs:
+        request.getfixturevalue("captured")
+    worker = small_engine(MODEL, recipe=rung, warm_up=False, max_batch_size=7).step.worker
+    assert (worker.graphs is not None) == has_graphs
+    state, draw = worker.state, torch.Generator().manual_seed(0)
+    parts = [state.rows, *vars(worker.texts).values()] if rung == "speculative" else [state.rows]
+    before = [torch.randint(1, 1000, part.shape, generator=draw, dtype=torch.int32) for part in parts]
+    sources, targets = [6, 4], [1, 3]
+    for _ in range(2):  # a second time, the graph exists
+        for part, old in zip(parts, before, strict=True):
+            part.copy_(old)
+        worker.call("move_rows", np.array([sources, targets], np.int32))
+        for part, old in zip(parts, before, strict=True):
+            expected = old.clone()
+            expected[targets] = old[sources]
+            if part is state.rows:
+                expected[targets, ROUND] = old[targets, ROUND]
+                expected[sources, POSITION] = INERT
+            assert torch.equal(part, expected)
 
 
 @pytest.mark.parametrize("rung", ["dense", "one_table", *RESIDENT])
