@@ -1,9 +1,10 @@
 """What drafting gains on texts of three kinds: ``python -m rosellm.bench drafts --model rose-tiny``.
 
-Requests continue edited functions, new code and prose greedily, and random ids at temperature 1. Engines
-without drafts, with drafts from the text and, if there is one, with a draft model take turns. A single
-request continues one text of a kind after the other; several requests continue several at once. Of each kind,
-the record also holds how many tokens every step gave a single request, if all steps draft.
+Requests continue edited functions, new code and prose greedily, prose also at temperature 1, and random ids
+with random ids. Engines without drafts, with drafts from the text and, if there is one, with a draft model
+take turns. A single request continues one text of a kind after the other; several requests continue several
+at once. Of each kind, the record also holds how many tokens every step gave a single request, if all steps
+draft.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ TEXTS = {  # several of each kind
         "What is the difference between a list and a tuple?",
     ),
 }
-RANDOM = "random"  # ids without repetition, each answered at temperature 1
+SAMPLED, RANDOM = "sampled", "random"  # prose; ids without repetition
+KINDS = *TEXTS, SAMPLED, RANDOM
+TEMPERATURES = {SAMPLED: 1.0, RANDOM: 100.0}  # at 100, about all ids are equally likely
 N_RANDOM = 64  # ids of such a prompt
 WARM_UPS, ROOM = 2, 512  # runs of each kind before those measured; tokens of a text, at most
 
@@ -114,8 +117,7 @@ class CountingScheduler(OfflineScheduler):
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
     add = add_common_options(parser, __doc__, run)
-    kinds = [*TEXTS, RANDOM]
-    add("--texts", nargs="+", choices=kinds, default=kinds, help="kinds of texts; default: all")
+    add("--texts", nargs="+", choices=KINDS, default=KINDS, help="kinds of texts; default: all")
     add("--rows", **counts((1, 8, 64), 256), help="requests that run together")
     add("--new-tokens", **count(128), help="tokens of every answer")
     add("--drafts", **count(7, high=MOST_DRAFTS), help="drafted per step and request, at most")
@@ -131,7 +133,7 @@ def run(given: Namespace) -> None:
     figures: dict[str, Any] = {}
     for kind in given.texts:
         texts = _encoded(engines["plain"], kind)
-        temperature = float(kind == RANDOM)
+        temperature = TEMPERATURES.get(kind, 0.0)
         drafting = {way: engine for way, engine in engines.items() if way != "plain"}
         traces = {way: trace(one, texts, given.new_tokens, temperature) for way, one in drafting.items()}
         figures[kind] = {"tokens of every step": traces, "seconds": {}}
@@ -173,7 +175,7 @@ def _engines(given: Namespace) -> dict[str, Engine]:
 def _encoded(engine: Engine, kind: str) -> list[list[int]]:
     """Return the token ids of each text of a kind."""
     if kind != RANDOM:
-        return engine.encode_many(list(TEXTS[kind]))
+        return engine.encode_many(list(TEXTS["prose" if kind == SAMPLED else kind]))
     draw, vocab = random.Random(0), engine.config.vocab_size
     return [[draw.randrange(vocab) for _ in range(N_RANDOM)] for _ in range(8)]
 
