@@ -188,6 +188,8 @@ FAULTS = (
           "k, v = _harmless(k, v)", "pass"),
     Fault("texts of moved rows", "speculative.py", "test_speculative.py",
           "in (self.texts.tokens, self._numbers)", "in (self._numbers,)"),
+    Fault("drafts of an earlier batch", "planner.py", "test_speculative.py",
+          "count_of.get(row, 0)", "count_of.get(row, 1)"),
     Fault("rounds of moved rows", "worker.py", "test_resident.py",
           "rows[:, ROUND + 1 :]", "rows[:, ROUND:]"),
     Fault("tokens of plain steps for the draft model", "speculative.py", "test_speculative.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +58,14 @@ class Pending:
     All these steps run on one batch. Most steps change only these few numbers: to change arrays takes the
     host several times as long.
 
-    n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended.
+    n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended, with
+        steps of earlier batches among them.
     drafts: how many drafts such a step verifies for each row, ``[n]``: ``n_drafts``, or fewer for some rows
         unless they ``are_alike``.
     given: number of drafts accepted for each row, in ``n_ended`` steps that have ended.
     accepted: of each row, their mean per step, of late.
     behind: number of plain steps since the last one that drafted, or since the arrays were up to date.
+    lefts: how many tokens each row had left at first.
     room, left: lower bounds on the slots and tokens that any row has left.
     longest, mean: upper bounds on the maximum and the mean of the rows' cached tokens, and ``most`` of both.
     rounds: the rows' rounds after n steps, ``[ROUNDS, n]``.
@@ -75,7 +78,8 @@ class Pending:
         self.n_steps = self.n_drafting = self.n_drafts = self.n_ended = self.behind = 0
         self.has_drafted = self.are_alike = False
         self.room = int(np.where(reserved < longest - 1, reserved - position, NEVER).min())
-        self.left, self.most = int(planner.left[at].min()), int(longest.max()) - 2
+        self.lefts, self.most = planner.left[at].tolist(), int(longest.max()) - 2
+        self.left = min(self.lefts)
         self.longest, self.mean = int(position.max()), int(position.sum()) / n
         self.accepted = np.minimum(planner.accepted[at], self.drafts).tolist()
         self.rounds = (planner.round[batch.indices] + STEPS) & (ROUNDS - 1)  # faster than %
@@ -97,7 +101,7 @@ class Pending:
         self.n_ended += 1
         pairs = zip(self.accepted, counts, strict=True)
         self.accepted = [old + SMOOTHING * (n - 1 - old) for old, n in pairs]
-        self.left -= most - 1
+        self.left = min(map(sub, self.lefts, self.given)) - self.n_steps
         if self.are_alike:  # else the longest row may have had no drafts
             self._cache(most - 1 - self.n_drafts, mean - 1 - self.n_drafts)
 
@@ -132,6 +136,15 @@ def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
     for row, sequence in zip(table, sequences, strict=False):
         ids = sequence.block_ids
         row[: len(ids)] = ids
+
+
+def _of_rows(running: Batch, batch: Batch, counts: list[int]) -> list[int]:
+    """Return the counts of a step on ``batch`` for the rows of ``running``; [] if it lacks any of them."""
+    if batch is running:
+        return counts
+    count_of = dict(zip(batch.rows, counts, strict=True))
+    own = [count_of.get(row, 0) for row in running.rows]
+    return own if all(own) else []
 
 
 class Planner:
@@ -417,13 +430,14 @@ class Planner:
         self._n_ended += 1
         usual = 0.0 if math.isnan(self.usual) else self.usual
         self.usual = usual + max(OF_ALL, 1 / self._n_ended) * (sum(counts) / len(counts) - 1 - usual)
-        if batch is self._running:
-            pending = self._pending_of(batch, n_drafts)
-            pending.accept(counts)
+        running = self._running
+        if running is not None and (own := _of_rows(running, batch, counts)):
+            pending = self._pending_of(running, n_drafts)
+            pending.accept(own)
             if pending.left <= 0:
-                self._drop_ended(batch.at)
+                self._drop_ended(running.at)
             return
-        self.settle()  # the rows may have moved
+        self.settle()
         now = np.array([row.index for row in batch.rows])
         at, accepted = now[now != RELEASED], np.array(counts)[now != RELEASED] - 1
         self.position[at] -= np.minimum(self.n_drafts[at], n_drafts) - accepted

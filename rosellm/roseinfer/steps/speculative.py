@@ -411,27 +411,34 @@ class SpeculativeStep(ResidentStep):
         self.pace.reconsider()
         live = [i for i, row in enumerate(rows) if row.index != RELEASED]
         self._latest_counts = {sequences[i]: n_chosen[i] for i in live}
-        got: list[Sequence] = []
-        n_given: list[int] = []
-        new: list[tuple[int, int]] = []  # of sequences that ask: position within the batch, place
-        for i in live:
-            sequence = sequences[i]
-            cached = sequence.num_cached_tokens
-            n = sequence.commit_all(tokens[i][n_chosen[i] - 1 :: -1])
-            if n:
-                got.append(sequence)
-                n_given.append(n)
-            if sequence.logprobs is not None:
-                end = sequence.num_cached_tokens - cached
-                new += [(i, place) for place in range(end - n, end)]
+        before = [sequences[i].num_cached_tokens for i in live]
+        n_new = [sequences[i].commit_all(tokens[i][n_chosen[i] - 1 :: -1]) for i in live]
+        if begun.has_logprobs:
+            self._give_logprobs_of_drafts(begun, live, before, n_new)
+        got = [sequences[i] for i, n in zip(live, n_new, strict=True) if n]
         failed = [sequences[i] for i in live if sequences[i].finish_reason == "failed"]
-        if new:
-            at, places = np.array(new).T
-            words = self.worker.logprobs.read(begun.rounds[at], indices[at], places)
-            add_likely([sequences[i] for i in at], words)
         self._free_ended([rows[i] for i in live])
         seconds = begun.clock.seconds_since(begun.since)
-        return Done("decode", got, seconds, failed, n_given)
+        return Done("decode", got, seconds, failed, [n for n in n_new if n])
+
+    def _give_logprobs_of_drafts(
+        self, begun: Begun, live: list[int], before: list[int], n_new: list[int]
+    ) -> None:
+        """Give sequences the log-probabilities that they request.
+
+        live: positions within the batch of the rows not released; of each, ``before`` and ``n_new`` are the
+            number of cached tokens before the step, and of its new tokens.
+        """
+        new: list[tuple[int, int]] = []  # position within the batch, place
+        sequences = begun.batch.sequences
+        for i, cached, n in zip(live, before, n_new, strict=True):
+            if sequences[i].logprobs is not None:
+                end = sequences[i].num_cached_tokens - cached
+                new += [(i, place) for place in range(end - n, end)]
+        if new:
+            at, places = np.array(new).T
+            words = self.worker.logprobs.read(begun.rounds[at], begun.batch.indices[at], places)
+            add_likely([sequences[i] for i in at], words)
 
     def last_logits(self) -> Tensor:
         """Return logits as ``ResidentStep`` does: those from which each row's last token was chosen."""
