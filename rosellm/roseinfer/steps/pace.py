@@ -9,9 +9,10 @@ from statistics import median_low
 
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 
-FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two that only count accepted drafts; more if slow
+FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two probes; more if drafting takes long
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
-LATE_REST, HOPELESS = 64, 0.25  # the first rest if so few accepted drafts are expected, of those that pay
+HOPELESS = 0.25  # of the accepted drafts that pay: if fewer are expected of new rows, probes are rare,
+PROBE_S, PROBING = 300e-6, 0.01  # and take this share of the time, at so many seconds each on the host
 AVERAGED = 4  # steps per mean time; more than are left in flight
 MOST_TRIED, LASTING = 32, 4096  # steps until the times are known, or measured again
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
@@ -22,13 +23,14 @@ class Pace:
     """Decides from measurements whether the next step of a batch drafts.
 
     A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
-    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted.
+    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted: a probe.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[Kind, deque[float]] = defaultdict(partial(deque, maxlen=2))  # not yet compared
         self._ratios: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=5))  # by batch size
         self._longer: dict[int, float] = {}  # their medians
+        self._plain_s: dict[int, float] = {}  # the latest mean time of plain steps, by batch size
         self._is_old: set[int] = set()  # batch sizes whose ratio is to be measured again
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._kind: Kind | None = None  # of the steps that ended last
@@ -36,7 +38,8 @@ class Pace:
         self._started = self._ended = 0.0  # when the steps of the next mean began; when the last one ended
         self._is_paused = False  # whether other work came after it
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
-        self._since, self._until, self._rest = 0, 0.0, FIRST_REST  # plain steps since one drafted, at most
+        self._since, self._until = 0, 0.0  # plain steps since one drafted, and at most
+        self._rest = float(FIRST_REST)
         self._n_paid = 0  # steps that drafted because it pays, in a row
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
         self.is_timed = True  # whether the ends of steps matter
@@ -59,7 +62,8 @@ class Pace:
         """Begin to decide about a batch with new rows, of which ``accepted`` accepted drafts are expected."""
         self.reconsider()
         is_hopeless = accepted < HOPELESS * self.needed(rows)
-        self._rest, self._n_paid = LATE_REST if is_hopeless else FIRST_REST, 0
+        rare = PROBE_S / PROBING / self._plain_s.get(rows, PROBE_S)
+        self._rest, self._n_paid = max(FIRST_REST, rare if is_hopeless else 0.0), 0
 
     def drafts(self, rows: int, accepted: float, batch: Batch) -> bool:
         """Return whether the next step of a batch drafts.
@@ -90,7 +94,7 @@ class Pace:
         if pays or self.is_probing:
             self._n_paid = self._n_paid + 1 if pays else 0
             first = FIRST_REST if self._n_paid < PROVEN else SHORT_REST
-            self._rest = first if pays else min(2 * self._rest, LONGEST_REST)
+            self._rest = first if pays else min(2 * self._rest, max(self._rest, LONGEST_REST))
             self._since = 0
             return True
         self._begun[rows, False] += int(rest)
@@ -120,7 +124,10 @@ class Pace:
         if self._n_alike == AVERAGED:
             return
         self._n_alike = AVERAGED
-        self._seconds[rows, drafted].append((self._ended - started) / AVERAGED)
+        seconds = (self._ended - started) / AVERAGED
+        self._seconds[rows, drafted].append(seconds)
+        if not drafted:
+            self._plain_s[rows] = seconds
         drafting, plain = self._seconds[rows, True], self._seconds[rows, False]
         if len(drafting) == len(plain) == 2:
             self._ratios[rows].append(min(drafting) / min(plain))

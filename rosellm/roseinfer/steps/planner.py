@@ -21,7 +21,8 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-SMOOTHING, OF_ALL = 0.1, 0.02  # of the mean number of accepted draft tokens: of a row, of all rows
+# Smoothing of the mean number of accepted draft tokens: of a row, of all rows, and of all rows by a probe
+SMOOTHING, OF_ALL, OF_PROBES = 0.1, 0.02, 0.05
 AHEAD = 1024  # tokens for which slots are reserved early, if there are blocks to spare
 NEVER = 1 << 40  # tokens
 STEPS = np.arange(ROUNDS)[:, None]
@@ -179,7 +180,7 @@ class Planner:
         self._n_drafting = self._n_ended = 0  # steps that verify drafts: in flight, and ended
         self._without_text: set[Sequence] = set()  # sequences whose text has not been sent
         self.counts = TokenCounts(n_rows, call)
-        self.accepted, self.usual = np.zeros(n_rows), math.nan
+        self.accepted, self.usual, self._weight = np.zeros(n_rows), math.nan, OF_ALL
         self.round = np.zeros(n_rows, np.int64)
         self._columns = np.zeros((6, n_rows), np.int64)
         self.position, self.behind, self.left, self.reserved, self.longest, self.n_drafts = self._columns
@@ -429,7 +430,8 @@ class Planner:
         self._n_drafting -= 1
         self._n_ended += 1
         usual = 0.0 if math.isnan(self.usual) else self.usual
-        self.usual = usual + max(OF_ALL, 1 / self._n_ended) * (sum(counts) / len(counts) - 1 - usual)
+        weight, self._weight = max(self._weight, 1 / self._n_ended), OF_ALL
+        self.usual = usual + weight * (sum(counts) / len(counts) - 1 - usual)
         running = self._running
         if running is not None and (own := _of_rows(running, batch, counts)):
             pending = self._pending_of(running, n_drafts)
@@ -479,8 +481,9 @@ class Planner:
         return len(accepted) / sum([1 / (1 + n) for n in accepted]) - 1
 
     def expect(self, batch: Batch, accepted: float) -> None:
-        """Expect ``accepted`` draft tokens of each row, if it has accepted fewer of late."""
+        """Expect ``accepted`` draft tokens of each row that has accepted fewer, before a probe."""
         self.settle()
+        self._weight = OF_PROBES
         self.accepted[batch.at] = np.maximum(self.accepted[batch.at], accepted)
 
     def last_tokens(self, batch: Batch) -> list[int]:
