@@ -15,7 +15,7 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS, row_bytes
-from rosellm.roseinfer.cache.kv_blocks import KVBlocks
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
@@ -23,7 +23,7 @@ from rosellm.roseinfer.request import Sequence
 RELEASED = -1
 # Smoothing of the mean number of accepted draft tokens: of a row, of all rows, and of all rows by a probe
 SMOOTHING, OF_ALL, OF_PROBES = 0.1, 0.02, 0.05
-AHEAD = 1024  # tokens for which slots are reserved early, if there are blocks to spare
+AHEAD, FEW_AHEAD = 1024, 128  # tokens for which slots are reserved early, if there are blocks to spare
 NEVER = 1 << 40  # tokens
 STEPS = np.arange(ROUNDS)[:, None]
 
@@ -342,7 +342,7 @@ class Planner:
         """Reserve slots in the KV cache for rows whose next tokens have none, and send their block tables.
 
         Sending the tables takes the host longer than a step. So if there are blocks to spare, every row gets
-        slots for ``AHEAD`` more tokens at once.
+        slots for many more tokens at once.
 
         n_drafts: number of draft tokens that the next step verifies per row.
 
@@ -360,8 +360,8 @@ class Planner:
         if not np.count_nonzero(needed >= self.reserved[batch.at]):
             return
         until = needed
-        if self.can_spare(0):
-            until = np.minimum(needed + AHEAD, self.longest[batch.at] - 2)
+        if ahead := self.tokens_ahead(len(needed)):
+            until = np.minimum(needed + ahead, self.longest[batch.at] - 2)
         (short,) = (until >= self.reserved[batch.at]).nonzero()
         grown: list[int] = []
         try:
@@ -374,12 +374,18 @@ class Planner:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
-    def can_spare(self, n_blocks: int) -> bool:
-        """Return whether ``n_blocks`` blocks are free beside those that all rows need at full length."""
+    def tokens_ahead(self, n: int, n_blocks: int = 0) -> int:
+        """Return for how many tokens each of ``n`` rows may have slots early.
+
+        This is ``AHEAD`` if there are blocks for sequences of full length in all rows, ``FEW_AHEAD`` if that
+        takes at most half of the free blocks without ``n_blocks`` that are needed now, and otherwise 0.
+        """
         self.settle()
+        size, free = self.blocks.block_size, self.blocks.num_free_blocks()
         without_slots = np.maximum(self.longest - 1 - self.reserved, 0)[self.left > 0]
-        needed = -(-without_slots // self.blocks.block_size)
-        return self.blocks.num_free_blocks() >= n_blocks + int(needed.sum())
+        if free >= int((-(-without_slots // size)).sum()) + len(self._free) * self.width:
+            return AHEAD
+        return FEW_AHEAD if free - n_blocks > 2 * n * (blocks_for(FEW_AHEAD, size) + 1) else 0
 
     def allow_stops(self) -> None:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""

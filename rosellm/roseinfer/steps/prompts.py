@@ -15,7 +15,7 @@ from rosellm.roseinfer.layers.logprobs import PromptTokens
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
-from rosellm.roseinfer.steps.planner import AHEAD, NO_ROWS, Batch, Planner
+from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs, inert_words
 from rosellm.roseinfer.steps.step import PREFILL_RANGE, profile_range
 from rosellm.roseinfer.steps.worker import Worker
@@ -69,10 +69,10 @@ class PackedPrompts:
         """Reserve slots for the chunks, and for some of the next tokens of completed prompts."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
-        most = [s.max_length for s in chunks.whole] + chunks.counts[chunks.n_whole :]
-        can_spare = self.planner.can_spare(sum(1 + blocks_for(n, blocks.block_size) for n in most))
+        needed = sum(blocks_for(n, blocks.block_size) + 1 for n in chunks.counts)
+        more = self.planner.tokens_ahead(chunks.n_whole, needed)
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
-            ahead = _slots_ahead(sequence, count, blocks.block_size, AHEAD if can_spare else 0)
+            ahead = _slots_ahead(sequence, count, blocks.block_size, more)
             blocks.reserve_prompt(sequence.block_ids, count + ahead)
         return chunks
 
