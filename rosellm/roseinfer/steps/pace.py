@@ -11,8 +11,9 @@ from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 
 FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two probes; more if drafting takes long
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
-HOPELESS = 0.25  # of the accepted drafts that pay: if fewer are expected of new rows, probes are rare,
-PROBE_S, PROBING = 300e-6, 0.01  # and take this share of the time, at so many seconds each on the host
+# Probes are rare if new rows are expected to accept fewer drafts than this share of those that pay. They then
+# take about this share of the time, if each costs the host this many seconds.
+HOPELESS, PROBING, PROBE_S = 0.25, 0.01, 300e-6
 AVERAGED = 4  # steps per mean time; more than are left in flight
 MOST_TRIED, LASTING = 32, 4096  # steps until the times are known, or measured again
 MARGIN, UNKNOWN = 1.1, 1.5  # of the gain that pays; how much longer a step takes if it drafts
@@ -40,6 +41,7 @@ class Pace:
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
         self._since, self._until = 0, 0.0  # plain steps since one drafted, and at most
         self._rest = float(FIRST_REST)
+        self._counted = 0, 0  # the batch size of the latest rest, and the plain steps before it
         self._n_paid = 0  # steps that drafted because it pays, in a row
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
         self.is_timed = True  # whether the ends of steps matter
@@ -74,8 +76,12 @@ class Pace:
         self.is_probing = False
         if not self.is_timed:
             self._kind, self.is_timed = None, True
+        rested, before = self._counted
+        self._begun[rested, False] += self._since - before
         chosen = self._chosen(rows, accepted, batch)
         self._begun[rows, chosen] += 1
+        self._since = 0 if chosen else self._since + 1
+        self._counted = rows, self._since
         return chosen
 
     def _chosen(self, rows: int, accepted: float, batch: Batch) -> bool:
@@ -95,11 +101,8 @@ class Pace:
             self._n_paid = self._n_paid + 1 if pays else 0
             first = FIRST_REST if self._n_paid < PROVEN else SHORT_REST
             self._rest = first if pays else min(2 * self._rest, max(self._rest, LONGEST_REST))
-            self._since = 0
             return True
-        self._begun[rows, False] += int(rest)
         self.rest(batch, rest, is_timed=len(self._seconds[rows, False]) < 2)
-        self._since += 1
         return False
 
     def note(self, rows: int, drafted: bool, now: float) -> None:
