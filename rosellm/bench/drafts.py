@@ -1,10 +1,10 @@
 """What drafting gains on texts of three kinds: ``python -m rosellm.bench drafts --model rose-tiny``.
 
-Requests continue edited functions, new code and prose greedily, prose also at temperature 1, and random ids
-with random ids. Engines without drafts, with drafts from the text and, if there is one, with a draft model
-take turns. A single request continues one text of a kind after the other; several requests continue several
-at once. Of each kind, the record also holds how many tokens every step gave a single request, if all steps
-draft.
+Requests continue edited functions, new code and prose greedily, and prose also at temperature 1. Prompts of
+random ids are continued with random ids. Engines without drafts, with drafts from the text and, if there is
+one, with a draft model take turns. A single request continues one text of a kind after the other; several
+requests continue several at once. Of each kind, the record also holds how many tokens every step gave a
+single request, if all steps draft.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ TEXTS = {  # several of each kind
 }
 SAMPLED, RANDOM = "sampled", "random"  # prose; ids without repetition
 KINDS = *TEXTS, SAMPLED, RANDOM
-TEMPERATURES = {SAMPLED: 1.0, RANDOM: 100.0}  # at 100, about all ids are equally likely
+TEMPERATURES = {SAMPLED: 1.0, RANDOM: 100.0}  # at 100, all ids are about equally likely
 N_RANDOM = 64  # ids of such a prompt
 WARM_UPS, ROOM = 2, 512  # runs of each kind before those measured; tokens of a text, at most
 

@@ -120,7 +120,7 @@ class BlockBudget:
             return True
         self._ensured, self._ensured_steps = sequences, STEPS_ENSURED - 1
         each = blocks_for((self.run_ahead + STEPS_ENSURED) * self.per_step, self.blocks.block_size) + 1
-        self._ensured_need = each * len(sequences)  # at most, and quickly counted
+        self._ensured_need = each * len(sequences)  # an upper bound, which is quick to compute
         if self.free >= self._ensured_need:
             return True
         self._ensured_need = sum(self.blocks_to_decode(sequences, STEPS_ENSURED))

@@ -13,15 +13,15 @@ from torch import Tensor
 MOST_BUFFERS = 16
 
 
-_streams: dict[int, torch.cuda.Stream] = {}  # by handle
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and handle
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream of a GPU, as ``torch.cuda.current_stream`` does, in a third of its time."""
-    handle = torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001
-    if handle not in _streams:
-        _streams[handle] = torch.cuda.current_stream(device)
-    return _streams[handle]
+    """Return the current stream of a GPU, as ``torch.cuda.current_stream`` does, but three times as fast."""
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
 
 
 class StagingBuffer:

@@ -9,7 +9,7 @@ from statistics import median_low
 
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch
 
-FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two probes; more if drafting takes long
+FIRST_REST, LONGEST_REST = 16, 128  # plain steps between two probes; more if drafting is slow or hopeless
 SHORT_REST, PROVEN = 4, 6  # the first rest, once that many steps in a row have paid
 # Probes are rare if new rows are expected to accept fewer drafts than this share of those that pay. They then
 # take about this share of the time, if each costs the host this many seconds.
@@ -24,7 +24,7 @@ class Pace:
     """Decides from measurements whether the next step of a batch drafts.
 
     A step that drafts takes longer, and gives a row one token more for each accepted draft. While drafts do
-    not pay, a single step drafts now and then, and ever more rarely, to count how many are accepted: a probe.
+    not pay, a single step, a probe, drafts now and then, ever more rarely, to count accepted drafts.
     """
 
     def __init__(self) -> None:
@@ -35,16 +35,16 @@ class Pace:
         self._is_old: set[int] = set()  # batch sizes whose ratio is to be measured again
         self._begun: Counter[Kind] = Counter()  # since the times of this kind were last forgotten
         self._kind: Kind | None = None  # of the steps that ended last
-        self._n_alike = 0  # how many in a row, less those of earlier means
-        self._started = self._ended = 0.0  # when the steps of the next mean began; when the last one ended
+        self._n_alike = 0  # how many in a row, counted from ``AVERAGED`` again after each mean
+        self._started = self._ended = 0.0  # when the steps now being averaged began; when the last one ended
         self._is_paused = False  # whether other work came after it
         self._resting = NO_ROWS  # the batch that takes plain steps by the latest decision
-        self._since, self._until = 0, 0.0  # plain steps since one drafted, and at most
+        self._since, self._until = 0, 0.0  # plain steps since one drafted; the number at which the rest ends
         self._rest = float(FIRST_REST)
         self._counted = 0, 0  # the batch size of the latest rest, and the plain steps before it
         self._n_paid = 0  # steps that drafted because it pays, in a row
         self.is_probing = False  # whether the latest decision was to draft although it does not pay
-        self.is_timed = True  # whether the ends of steps matter
+        self.is_timed = True  # whether ``note`` and ``pause`` are to be called
 
     def rests(self, batch: Batch) -> bool:
         """Return whether an earlier decision makes the next step of a batch plain."""
@@ -53,7 +53,10 @@ class Pace:
         return rests
 
     def rest(self, batch: Batch, n_steps: float = math.inf, is_timed: bool = False) -> None:
-        """Let a batch take ``n_steps`` plain steps after the last one that drafted."""
+        """Let a batch take ``n_steps`` plain steps after the last one that drafted.
+
+        is_timed: whether these steps are timed.
+        """
         self._resting, self._until, self.is_timed = batch, n_steps, is_timed
 
     def reconsider(self) -> None:
@@ -61,7 +64,10 @@ class Pace:
         self._resting = NO_ROWS
 
     def begin(self, rows: int, accepted: float) -> None:
-        """Begin to decide about a batch with new rows, of which ``accepted`` accepted drafts are expected."""
+        """Start a batch with new rows.
+
+        accepted: how many accepted drafts per step are expected of a new row.
+        """
         self.reconsider()
         is_hopeless = accepted < HOPELESS * self.needed(rows)
         rare = PROBE_S / PROBING / self._plain_s.get(rows, PROBE_S)

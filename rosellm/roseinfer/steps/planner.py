@@ -21,7 +21,7 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 RELEASED = -1
-# Smoothing of the mean number of accepted draft tokens: of a row, of all rows, and of all rows by a probe
+# Weight of the latest step in the mean number of accepted drafts: of a row; of all rows; of all, in a probe
 SMOOTHING, OF_ALL, OF_PROBES = 0.1, 0.02, 0.05
 AHEAD, FEW_AHEAD = 1024, 128  # tokens for which slots are reserved early, if there are blocks to spare
 NEVER = 1 << 40  # tokens
@@ -59,15 +59,16 @@ class Pending:
     All these steps run on one batch. Most steps change only these few numbers: to change arrays takes the
     host several times as long.
 
-    n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended, with
-        steps of earlier batches among them.
+    n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended. Steps
+        of earlier batches count when they end, so it may be negative.
     drafts: how many drafts such a step verifies for each row, ``[n]``: ``n_drafts``, or fewer for some rows
         unless they ``are_alike``.
     given: number of drafts accepted for each row, in ``n_ended`` steps that have ended.
-    accepted: of each row, their mean per step, of late.
+    accepted: the recent mean of accepted drafts per step, of each row.
     behind: number of plain steps since the last one that drafted, or since the arrays were up to date.
-    lefts: how many tokens each row had left at first.
-    room, left: lower bounds on the slots and tokens that any row has left.
+    lefts: how many tokens each row had left when this object was made.
+    room: a lower bound on the slots that any row has left.
+    left: the fewest tokens that any row has left.
     longest, mean: upper bounds on the maximum and the mean of the rows' cached tokens, and ``most`` of both.
     rounds: the rows' rounds after n steps, ``[ROUNDS, n]``.
     """
@@ -140,7 +141,7 @@ def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
 
 
 def _of_rows(running: Batch, batch: Batch, counts: list[int]) -> list[int]:
-    """Return the counts of a step on ``batch`` for the rows of ``running``; [] if it lacks any of them."""
+    """Return the counts of a step for the rows of ``running``; [] if any of them was not in ``batch``."""
     if batch is running:
         return counts
     count_of = dict(zip(batch.rows, counts, strict=True))
@@ -360,32 +361,30 @@ class Planner:
         if not np.count_nonzero(needed >= self.reserved[batch.at]):
             return
         until = needed
-        if ahead := self.tokens_ahead(len(needed)):
+        each = blocks_for(FEW_AHEAD, self.blocks.block_size) + 1
+        has_some = self.blocks.num_free_blocks() > 2 * each * len(needed)
+        if ahead := self.tokens_ahead() or FEW_AHEAD * has_some:
             until = np.minimum(needed + ahead, self.longest[batch.at] - 2)
         (short,) = (until >= self.reserved[batch.at]).nonzero()
         grown: list[int] = []
         try:
             for i in short.tolist():
-                while until[i] >= self.reserved[batch.indices[i]]:
-                    self._reserve(batch.sequences[i], batch.indices[i])
+                self._reserve(batch.sequences[i], batch.indices[i], int(until[i]) + 1)
                 grown.append(i)
         finally:
             if grown:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
-    def tokens_ahead(self, n: int, n_blocks: int = 0) -> int:
-        """Return for how many tokens each of ``n`` rows may have slots early.
+    def tokens_ahead(self) -> int:
+        """Return for how many tokens each row may get slots early, so that no sequence will lack blocks.
 
-        This is ``AHEAD`` if there are blocks for sequences of full length in all rows, ``FEW_AHEAD`` if that
-        takes at most half of the free blocks without ``n_blocks`` that are needed now, and otherwise 0.
+        This is ``AHEAD`` if the free blocks suffice for sequences of full length in all rows, otherwise 0.
         """
         self.settle()
-        size, free = self.blocks.block_size, self.blocks.num_free_blocks()
         without_slots = np.maximum(self.longest - 1 - self.reserved, 0)[self.left > 0]
-        if free >= int((-(-without_slots // size)).sum()) + len(self._free) * self.width:
-            return AHEAD
-        return FEW_AHEAD if free - n_blocks > 2 * n * (blocks_for(FEW_AHEAD, size) + 1) else 0
+        needed = int((-(-without_slots // self.blocks.block_size)).sum())
+        return AHEAD if self.blocks.num_free_blocks() >= needed + len(self._free) * self.width else 0
 
     def allow_stops(self) -> None:
         """Let the step that is about to begin choose stop tokens where ``min_tokens`` no longer bans them."""
@@ -478,16 +477,15 @@ class Planner:
         return bool(new.size)
 
     def accepted_by(self, batch: Batch) -> float:
-        """Return how many draft tokens a step of a batch accepts per row, of late.
+        """Return the harmonic mean of the rows' recent tokens per step that drafts, minus 1.
 
-        This is the number with which, if it were the same for every row, the rows would take the same mean
-        time per token. With the mean number, one fast row would outweigh many that gain nothing.
+        With the arithmetic mean, one fast row would outweigh many that gain nothing.
         """
         accepted = self._pending_of(batch).accepted
         return len(accepted) / sum([1 / (1 + n) for n in accepted]) - 1
 
     def expect(self, batch: Batch, accepted: float) -> None:
-        """Expect ``accepted`` draft tokens of each row that has accepted fewer, before a probe."""
+        """Before a probe, raise each row's expected number of accepted drafts to at least ``accepted``."""
         self.settle()
         self._weight = OF_PROBES
         self.accepted[batch.at] = np.maximum(self.accepted[batch.at], accepted)
@@ -518,11 +516,10 @@ class Planner:
         words = np.concatenate((*places, *numbers, *(s.tokens for s, _ in new), *values)).astype(np.int32)
         self._call("write_texts", words.reshape(2, -1))
 
-    def _reserve(self, sequence: Sequence, index: int) -> None:
-        """Reserve the rest of a row's last block, or a new block, up to the sequence's maximum length."""
-        reserved = int(self.reserved[index])
-        room = self.blocks.block_size - reserved % self.blocks.block_size
-        n_tokens = min(room, sequence.max_length - 1 - reserved)
+    def _reserve(self, sequence: Sequence, index: int, length: int) -> None:
+        """Reserve slots for ``length`` tokens and the rest of the last block, up to the maximum length."""
+        reserved, size = int(self.reserved[index]), self.blocks.block_size
+        n_tokens = min(blocks_for(length, size) * size, sequence.max_length - 1) - reserved
         self.blocks.reserve_prompt(sequence.block_ids, n_tokens)
         self.reserved[index] += n_tokens
 

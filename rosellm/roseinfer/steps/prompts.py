@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from rosellm.models.arch import Arch
-from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import pieces_for, tile_columns
 from rosellm.roseinfer.layers.logprobs import PromptTokens
@@ -66,11 +65,10 @@ class PackedPrompts:
             asked.give(self._call("prompt_logprobs", *asked.wishes))
 
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """Reserve slots for the chunks, and for some of the next tokens of completed prompts."""
+        """Reserve slots for the chunks, and for the output of completed prompts; return the chunks."""
         chunks = Chunks.of(sequences, counts)
         blocks = self.planner.blocks
-        needed = sum(blocks_for(n, blocks.block_size) + 1 for n in chunks.counts)
-        more = self.planner.tokens_ahead(chunks.n_whole, needed)
+        more = self.planner.tokens_ahead()
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
             ahead = _slots_ahead(sequence, count, blocks.block_size, more)
             blocks.reserve_prompt(sequence.block_ids, count + ahead)
@@ -130,7 +128,10 @@ def _keeps(chunks: Chunks) -> bool:
 
 
 def _slots_ahead(sequence: Sequence, count: int, block_size: int, more: int) -> int:
-    """Return how many slots to reserve after a prompt: the rest of its last block and ``more``, if needed."""
+    """Return how many slots to reserve after a prompt: the rest of its last block, and ``more``.
+
+    They are no more than the output can use.
+    """
     n_tokens = sequence.num_cached_tokens + count
     if n_tokens < sequence.prefill_length:
         return 0

@@ -34,7 +34,7 @@ from rosellm.roseinfer.steps.worker import Clock, Worker
 
 RUN_AHEAD = 3
 Kind = Literal["prefill", "decode"]
-NONE_ASK = np.zeros((3, 0), np.int64)
+NO_ASKING = np.zeros((3, 0), np.int64)
 
 
 class SamplingPlan(NamedTuple):
@@ -56,7 +56,7 @@ def asking_of(batch: Batch, places: np.ndarray) -> np.ndarray:
     places: for each sequence of the batch, its row of the hidden states ``[n]``.
     """
     if all([s.logprobs is None for s in batch.sequences]):
-        return NONE_ASK
+        return NO_ASKING
     rows = zip(places.tolist(), batch.indices.tolist(), batch.sequences, strict=True)
     asking = [(place, slot, s.params.logprobs) for place, slot, s in rows if s.logprobs is not None]
     return np.array(asking, np.int64).T.copy()

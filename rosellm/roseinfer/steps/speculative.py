@@ -90,7 +90,7 @@ class SpeculativeWorker(Worker):
         sizes = [self.n_rows * self.longest, 2 * self.n_rows]
         self._texts = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
         tokens, numbers = self._texts.split(sizes)
-        self._numbers = numbers.view(2, -1).T  # of each row, in the order of ``Texts``
+        self._numbers = numbers.view(2, -1).T  # ``[S, 2]``: each row's ``wants_drafts`` and ``n_cached``
         self.texts = Texts(tokens.view(self.n_rows, -1), *self._numbers.T)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
         queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
@@ -426,8 +426,8 @@ class SpeculativeStep(ResidentStep):
     ) -> None:
         """Give sequences the log-probabilities that they request.
 
-        live: positions within the batch of the rows not released; of each, ``before`` and ``n_new`` are the
-            number of cached tokens before the step, and of its new tokens.
+        live: positions within the batch of the rows not released.
+        before, n_new: for each of them, its cached tokens before the step, and its new tokens.
         """
         new: list[tuple[int, int]] = []  # position within the batch, place
         sequences = begun.batch.sequences

@@ -68,7 +68,7 @@ class Clock:
 class Clocks:
     """A ring of n clocks: each call of :meth:`next` reuses the oldest.
 
-    New events would take the host three times as long.
+    New events would take the host three times as long as reused ones.
     """
 
     def __init__(self, device: torch.device, n: int) -> None:
@@ -121,6 +121,7 @@ class Worker:
         self._idle.stop_tokens = state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(self.n_rows, device=self.device)
         self._staging = StagingBuffer(self.device, torch.int32)
+        # Sources and targets of the captured moves; at most half of the rows move.
         self._moves = torch.zeros(2, -(-self.n_rows // 2), dtype=torch.int32, device=self.device)
         self._mover_run: Callable[[], object] | None = None
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
@@ -135,7 +136,7 @@ class Worker:
 
         Ranks exchange the arguments, which are numbers, strings and arrays.
         """
-        if name == "decode" and self.graphs is not None:  # a replay needs no mode, whose entry costs 3 us
+        if name == "decode" and self.graphs is not None:  # to enter inference mode takes 3 us
             return self.decode(*arguments)
         with self._inference:
             return getattr(self, name)(*arguments)
@@ -165,7 +166,8 @@ class Worker:
             self._move_rows(self.state, self._staging.put(indices).send())
             return
         n_more = self._moves.shape[1] - indices.shape[1]
-        padded = np.concatenate((indices, indices[:, :1].repeat(n_more, 1)), 1)  # by repeating a move
+        # Repeat the first move: the graph has a fixed size.
+        padded = np.concatenate((indices, indices[:, :1].repeat(n_more, 1)), 1)
         self._staging.put(padded).send(self._moves.view(-1))
         self._mover()()
 
@@ -272,9 +274,9 @@ class Worker:
             return []
         keys = [key for bucket in self._buckets(rows) for key in self._keys(bucket) if key not in self._steps]
         steps: list[Callable[[], object]] = [partial(self.step, *key) for key in keys]
+        moves: list[Callable[[], object]] = [] if self._mover_run else [partial(self._mover)]
         if rows is not None:
-            return steps
-        moves = [] if self._mover_run else [partial(self._mover)]
+            return steps + moves
         return self.prompts.captures() + steps + self.logprobs.captures() + moves
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
@@ -291,7 +293,8 @@ class Worker:
 
     def largest_captures(self) -> list[Callable[[], object]]:
         """Return those functions of :meth:`captures` that need the most memory."""
-        return self.prompts.captures()[:1] + self.captures(self.n_rows) + self.logprobs.captures()[:1]
+        steps = self.captures(self.n_rows)  # and the graph that moves rows
+        return self.prompts.captures()[:1] + steps + self.logprobs.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """Return functions that run a prefill of ``n_tokens`` padding tokens, to compile its kernels."""
@@ -305,7 +308,7 @@ class Worker:
     def _mover(self) -> Callable[[], object]:
         """Return a function that moves rows as ``_moves`` says, by a graph that is captured first if missing.
 
-        Kernel by kernel, moving a few rows would take the host as long as several steps.
+        Launched kernel by kernel, a move would take the host as long as several steps.
         """
         if self._mover_run is None:
             assert self.graphs is not None

@@ -12,6 +12,7 @@ import torch
 from rosellm.lab.trying.check_kernel import check_kernel
 from rosellm.lab.trying.same_tokens import LONG
 from rosellm.lab.trying.try_rung import KernelError, try_rung
+from rosellm.roseinfer.cache.device_state import POSITION
 from rosellm.roseinfer.kernels.table import TORCH
 from tests.helpers import ON_GPU
 
@@ -175,7 +176,7 @@ PLANTED: dict[str, Planted] = {
     "nothing": ("silu_mul", lambda **o: None, r"returned nothing, expected \[1, 1\] float32 on cpu"),
     "whole chunks of K": given(SOME, each(("x", "weight"), to_whole_chunks), r"the result\[0, 0\]: "),
     "the worst token": given(HEAD, lambda o: {"hidden": -o["hidden"]}, r"result 1\[0, 0\]: found \d+, "),
-    "never stops": ("advance", never_stops, r"state.rows\[\d+, 1\]: found \d+, expected -1 "),
+    "never stops": ("advance", never_stops, rf"state.rows\[\d+, {POSITION}\]: found \d+, expected -1 "),
 }
 
 

@@ -98,7 +98,7 @@ def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, r
     engine.warm_up(4)
     assert {bucket for bucket, _, _ in step._steps} == {4}
     n_variants = len(step.variants(4))
-    assert step.n_captured == len(step._steps) == n_modes * n_variants
+    assert step.n_captured - 1 == len(step._steps) == n_modes * n_variants  # and the graph that moves rows
     engine.warm_up()
     assert step.captures() == [] and len(step._steps) > n_modes * n_variants
     host_driven = small_engine(random_model(0), recipe="cuda_graph", warm_up=False)
