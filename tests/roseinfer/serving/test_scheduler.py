@@ -166,6 +166,20 @@ def test_the_oldest_is_never_preempted_and_ends_first_and_nobody_is_where_all_fi
     assert run([[1]] * 6, greedy(24), num_kv_blocks=18)[0].preemptions == 0
 
 
+@pytest.mark.parametrize(("n_blocks", "is_ample"), [(32, True), (10, False)])
+def test_slots_are_reserved_early_only_where_no_other_request_can_lack_them(n_blocks, is_ample):
+    scheduler = OnlineScheduler(
+        small_engine(MODEL, num_kv_blocks=n_blocks, max_batch_size=4), SchedulerConfig(prefill_chunk=2)
+    )
+    first = scheduler.requests[scheduler.add_request([5, 5], greedy(50))]  # needs 7 blocks of 8 tokens
+    for _ in range(4):
+        scheduler.step()
+    assert len(first.block_ids) == (7 if is_ample else 1)
+    scheduler.add_request([7] * 40, greedy(4))
+    run_to_end(scheduler)
+    assert scheduler.preemptions == 0
+
+
 def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
     engine = small_engine(MODEL, num_kv_blocks=8, prefix_cache=True)
     scheduler = OfflineScheduler(engine)
