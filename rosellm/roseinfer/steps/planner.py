@@ -56,8 +56,8 @@ NO_ROWS = Batch([], [], np.zeros(0, np.int64), slice(0))
 class Pending:
     """What the steps begun since the planner's arrays were up to date change in them.
 
-    All these steps run on one batch. Most steps change only these few numbers: to change arrays takes the
-    host several times as long.
+    All these steps run on one batch; drafts of earlier batches may end among them. Most steps change only
+    these few numbers: to change arrays takes the host several times as long.
 
     n_steps, n_drafting: number of steps begun; of those that verify drafts, less those that have ended. Steps
         of earlier batches count when they end, so it may be negative.
