@@ -39,7 +39,7 @@ from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.sampling import NOT_FINITE
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-STEPS = "match", "expand", "choose", "accept", "uncached"
+STEPS = "write_prompts", "match", "expand", "choose", "accept", "uncached"
 ROLES = dict.fromkeys((f"_{step}_kernel" for step in STEPS), "sampling")
 LONGEST, SHORTEST = 8, 2  # tokens of a suffix that are compared, and that must occur again
 CHUNK = 1024  # tokens of a text per program
@@ -80,6 +80,23 @@ class Verified:
     n_drafts: int
     pieces: int = 1
     copies: int = 0
+
+
+def write_prompts_ref(*, state: DeviceState, slots: Tensor, last: Tensor, ids: Tensor, texts: Texts) -> None:
+    """Write the prompts of new rows to their texts, for which drafts are then wanted (torch reference).
+
+    state: the rows' contents; each position is that of the prompt's last token. Inert rows are ignored.
+    slots: int64 ``[B]``, the index of each row's text.
+    last: int64 ``[B]``, the index in ``ids`` of each prompt's last token.
+    ids: int32 ``[N]``, the tokens of a packed prefill.
+
+    A prompt of which the prefill has only the end gets a wrong text.
+    """
+    for slot, end, position in zip(slots.tolist(), last.tolist(), state.positions.tolist(), strict=True):
+        if position >= 0:
+            n = min(position, end) + 1
+            texts.tokens[slot, position + 1 - n : position + 1] = ids[end + 1 - n : end + 1]
+            texts.wants_drafts[slot], texts.n_cached[slot] = 1, position + 1
 
 
 def propose_ref(
@@ -216,6 +233,33 @@ def gather_uncached_ref(
     positions.copy_(torch.where(there, at, INERT).view(-1))
     _fill_columns(columns[:, :, None], counts, starts, places)
     texts.n_cached[:rows] += counts
+
+
+@triton.jit
+def _write_prompts_kernel(
+    rows_ptr, slots_ptr, last_ptr, ids_ptr, text_ptr, drafted_ptr, cached_ptr, row_stride, text_stride,
+    POSITION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the prompt of one row per program to its text."""
+    place = tl.program_id(0).to(tl.int64)
+    slot, last = tl.load(slots_ptr + place), tl.load(last_ptr + place)
+    position = tl.load(rows_ptr + place * row_stride + POSITION)
+    if position >= 0:
+        tl.store(drafted_ptr + slot, 1)
+        tl.store(cached_ptr + slot, position + 1)
+        for begin in range(tl.maximum(position - last, 0), position + 1, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            tokens = tl.load(ids_ptr + last - position + at, mask=at <= position)
+            tl.store(text_ptr + slot * text_stride + at, tokens, mask=at <= position)
+
+
+def write_prompts(*, state: DeviceState, slots: Tensor, last: Tensor, ids: Tensor, texts: Texts) -> None:
+    """Write prompts to texts as :func:`write_prompts_ref` does, in Triton."""
+    strides = state.rows.stride(0), texts.tokens.stride(0)
+    _write_prompts_kernel[(len(slots),)](
+        state.rows, slots, last, ids, texts.tokens, texts.wants_drafts, texts.n_cached, *strides, POSITION,
+        CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -476,6 +520,7 @@ def gather_uncached(
 class DraftKernels(NamedTuple):
     """The device functions of drafting, in Triton or torch, and whether their launches are dependent."""
 
+    write_prompts: Callable[..., None]
     propose: Callable[..., None]
     accept: Callable[..., None]
     gather_uncached: Callable[..., None]
@@ -494,8 +539,9 @@ def draft_kernels(name: str, dependent: bool, drafted: bool = False) -> DraftKer
     if name == "torch":
         counting_refs = penalties.fork_counts_ref, penalties.count_accepted_ref
         proposing = partial(propose_ref, shortest=shortest)
-        return DraftKernels(proposing, accept_ref, gather_uncached_ref, *counting_refs)
+        return DraftKernels(write_prompts_ref, proposing, accept_ref, gather_uncached_ref, *counting_refs)
     return DraftKernels(
+        write_prompts,
         partial(propose, shortest=shortest, dependent=dependent),
         partial(accept, dependent=dependent),
         partial(gather_uncached, dependent=dependent),

@@ -100,8 +100,11 @@ class PromptBuffer:
         return inputs._replace(columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
-        """Return the inputs for choosing first tokens, with the same addresses for every number of tokens."""
-        return self._inputs(self.layout.shape(1, places))
+        """Return the inputs for choosing first tokens: those per place, and ``ids``.
+
+        Their addresses are the same for every number of tokens.
+        """
+        return self._inputs(self.layout.shape(self.layout.most_tokens, places))
 
     def send(self, words: np.ndarray, tokens: int, places: int) -> None:
         """Copy the inputs ``words`` of a prefill with this many tokens and places to the device."""

@@ -29,10 +29,12 @@ class PackedPrefill:
     state: the device state; padding places write to its last row, which is spare.
     next_tokens: chooses first tokens and advances their state rows.
 
-    ``draft`` caches the same prompts for a model that drafts, or is None.
+    ``draft`` caches the same prompts for a model that drafts, and ``write_prompts`` keeps the tokens of new
+    rows for drafts; or they are None.
     """
 
     draft: PackedPrefill | None = None
+    write_prompts: Callable[..., None] | None = None
 
     def __init__(
         self,
@@ -133,8 +135,11 @@ class PackedPrefill:
         Returns the hidden states ``[B, C]`` of each place's last token.
         """
         chosen = hidden[inputs.last]
+        new = self.state.of(inputs.rows)
         self.state.rows.index_copy_(0, inputs.slots, inputs.rows)
-        self.next_tokens(chosen, self.state.of(inputs.rows), mode, self.state, inputs.slots)
+        if self.write_prompts is not None:
+            self.write_prompts(state=new, slots=inputs.slots, last=inputs.last, ids=inputs.ids)
+        self.next_tokens(chosen, new, mode, self.state, inputs.slots)
         return chosen
 
     @torch.inference_mode()

@@ -241,12 +241,13 @@ class Planner:
         return indices
 
     def assign(
-        self, sequences: list[Sequence], positions: list[int], is_prefilled: bool = False
+        self, sequences: list[Sequence], positions: list[int], starts: list[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Give each sequence a state row, without sending it to the device.
 
         positions: number of cached tokens of each sequence.
-        is_prefilled: whether a prefill caches them and the next one, for a draft model, too.
+        starts: if a prefill caches them and the next one, for a draft model, too: how many it does not cache.
+            If 0, it also writes the row's text.
 
         Returns the rows' indices int64 ``[n]`` and fields int32 ``[n, FIELDS]``. Raises ``OptionError``,
         changing nothing, if too few rows are free.
@@ -260,11 +261,14 @@ class Planner:
             self.longest[index], self.accepted[index] = sequence.max_length, np.nan
         self._left_behind.difference_update(indices)
         if self._most_drafts and sequences:
-            self._without_text.update(sequences)
             # With min_tokens, the host lifts bans between steps, one token at a time.
-            self.n_drafts[indices] = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
+            drafts = [0 if s.params.min_tokens else self._most_drafts for s in sequences]
+            self.n_drafts[indices] = drafts
+            given = [-1] * len(drafts) if starts is None else starts
+            triples = zip(sequences, drafts, given, strict=True)
+            self._without_text.update(s for s, most, start in triples if start or not most)
             pairs = zip(sequences, positions, strict=True)
-            self.behind[indices] = [-1 if is_prefilled else max(0, n - s.n_prompt) for s, n in pairs]
+            self.behind[indices] = [max(0, n - s.n_prompt) if starts is None else -1 for s, n in pairs]
         rounds = [int(self.round[index]) for index in indices]
         counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
@@ -502,7 +506,7 @@ class Planner:
         return self._row_of[sequence]
 
     def send_texts(self, batch: Batch) -> None:
-        """Send the known tokens of rows for which no step has drafted; the device adds those in flight."""
+        """Send the known tokens of rows whose texts no prefill wrote; the device adds those in flight."""
         if self._without_text.isdisjoint(batch.sequences):
             return
         self.settle()

@@ -93,8 +93,8 @@ class PackedPrompts:
 
         A later call may overwrite the result.
         """
-        whole = chunks.whole
-        slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole], is_prefilled=True)
+        whole, starts = chunks.whole, chunks.starts[: chunks.n_whole]
+        slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole], starts)
         words, inputs, padding = self._arrays(shape)
         words[:] = padding
         fill_inputs(inputs, chunks, columns, slots, fields)

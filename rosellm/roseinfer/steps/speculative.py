@@ -93,6 +93,7 @@ class SpeculativeWorker(Worker):
         self._numbers = numbers.view(2, -1).T  # ``[S, 2]``: each row's ``wants_drafts`` and ``n_cached``
         self.texts = Texts(tokens.view(self.n_rows, -1), *self._numbers.T)
         packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
+        packed.write_prompts = partial(drafting.write_prompts, texts=self.texts)
         queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
         can_run = ring.runs_on(self.device, model.dtype) and is_stock(kernels, "append_and_attend")
         self.in_one_tile = can_run and not (invariant or self.config.window) and takes(*queries)

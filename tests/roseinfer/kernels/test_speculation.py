@@ -117,6 +117,28 @@ def test_the_longest_suffix_that_occurs_again_is_continued_from_its_latest_place
 
 
 @every_twin
+def test_a_prefill_writes_its_prompts_to_the_texts_of_their_rows(kernels: Kernels, device):
+    prompts = [torch.randint(0, 99, (n,), dtype=torch.int32) for n in (1, CHUNK + 7, CHUNK, 33)]
+    starts, slots = (0, 5, 0, 0), (2, 0, 4, 3)  # of the second prompt, five tokens were cached before
+    new = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+    last = torch.tensor([len(tokens) for tokens in new]).cumsum(0) - 1
+    state = DeviceState(6, WIDTH, torch.device(device), STOPS)
+    state.rows.fill_(INERT)
+    state.positions[:4] = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    shapes = (5, LENGTH), (5,), (5,)
+    texts = Texts(*(torch.full(shape, -7, dtype=torch.int32, device=device) for shape in shapes))
+    places, ends = torch.tensor([*slots, 5, 5]), torch.tensor([*last, 0, 0])  # row 5 is spare and has no text
+    ids = torch.cat((*new, torch.zeros(9, dtype=torch.int32)))
+    given = {"slots": places.to(device), "last": ends.to(device), "ids": ids.to(device)}
+    drafting(kernels).write_prompts(state=state, texts=texts, **given)
+    for prompt, start, slot in zip(prompts, starts, slots, strict=True):
+        assert texts.tokens[slot, start : len(prompt)].tolist() == prompt[start:].tolist()
+        assert (texts.tokens[slot, len(prompt) :] == -7).all()
+        assert (texts.wants_drafts[slot], texts.n_cached[slot]) == (1, len(prompt))
+    assert (texts.tokens[1] == -7).all() and texts.wants_drafts[1] == -7 == texts.n_cached[1]
+
+
+@every_twin
 @pytest.mark.parametrize(("seed", "n_rows", "k"), SIZES)
 @pytest.mark.parametrize("pieces", [None, 1, 3])
 def test_each_row_is_verified_with_its_drafts(kernels: Kernels, device, seed, n_rows, k, pieces):
