@@ -89,17 +89,17 @@ def test_the_verdict_is_that_of_the_recorded_runs():
     words += rf"With 64, some lose: {FIGURE} to {FIGURE} times"
     claim("39", words, *(end for each in (one, eight, many) for end in (min(each), max(each))))
     drafted = gains["draft", 1] + gains["draft", 8] + gains["draft", 64]
-    claim("39", rf"draft models lose: {FIGURE} to {FIGURE} times", min(drafted), max(drafted))
-    assert max(drafted) < 1
+    claim("39", rf"draft models gain nothing: {FIGURE} to {FIGURE} times", min(drafted), max(drafted))
+    assert max(drafted) < 1.02
     lost = {
         name: [100 * (1 - median(one["plain"]) / median(one["ngram"])) for one in runs["seconds"].values()]
         for name, runs in (
             (SMALL, RESULTS.by_model("drafts")[SMALL]["figures"]["random"]),
-            ("rose-tiny-qwen3", RESULTS.figures("drafts-rose-tiny-qwen3", "random")),
+            ("rose-tiny", RESULTS.figures("drafts-rose-tiny", "random")),
         )
     }
-    words = r"Random ids cost Qwen3-0.6B (\d+) to (\d+) %, .*? rose-tiny-qwen3 up to (\d+) %"
-    claim("39", words, min(lost[SMALL]), max(lost[SMALL]), max(lost["rose-tiny-qwen3"]))
+    words = r"Random ids cost Qwen3-0.6B (\d+) to (\d+) %, and rose-tiny up to (\d+) %"
+    claim("39", words, min(lost[SMALL]), max(lost[SMALL]), max(lost["rose-tiny"]))
 
 
 def test_the_pace_is_as_the_text_beside_its_source_says():
