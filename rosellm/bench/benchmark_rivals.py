@@ -45,6 +45,7 @@ THROUGHPUT = "total_throughput_tok_s"
 OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")
 FIXED = {"seed": 0, "block_size": 64, "num_kv_blocks": None, "deterministic": False}
 FIXED |= {"speculation": None, "draft_model": None, "speculative_tokens": None}
+FIXED |= {"quantization": None}
 
 
 class RivalError(RoseError):

@@ -250,7 +250,8 @@ class Benchmark:
         """Parse the options, load the model and measure."""
         options = self.parse_options(argv)
         recipe = choose_recipe(options)  # raises before the model is loaded
-        load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
+        source = options.hf_model_id, options.device, options.dtype, options.load_format
+        load = Load(*source, quantization=options.quantization)
         loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
         self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
 

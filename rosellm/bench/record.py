@@ -40,6 +40,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "prefix_cache": engine.prefix_cache is not None,
         "device": engine.device.type,
         "dtype": dtype_name(engine),
+        "quantization": engine.model.quantization,
         "model_shape": write_arch(engine.config),
         "max_batch_size": engine.max_batch_size,
         "block_size": engine.block_size,

@@ -15,6 +15,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
+from rosellm.models.quantized import check_quantization
 from rosellm.models.shards import opened, shards_of
 from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
@@ -90,6 +91,7 @@ def load_parts(
     load_format: str = "auto",
     part: Part = WHOLE,
     tokenizer: str | None = None,
+    quantization: str | None = None,
 ) -> tuple[Transformer, AnyTokenizer]:
     """Load a checkpoint and its tokenizer.
 
@@ -99,20 +101,23 @@ def load_parts(
         tokenizer that needs no download.
     part: the part of the weights to load.
     tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
+    quantization: "fp8" or "int8" quantises the weights of all layers (:mod:`quantized`); None does not.
 
-    Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be sharded over the
-    ranks of ``part``.
+    Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be quantised, or
+    sharded over the ranks of ``part``.
     """
     _check_source(model, load_format)
     where = resolve_device(device)
     resolve_dtype(dtype, where)  # refuses an unknown name before anything is downloaded
+    check_quantization(quantization, where)
     if load_format != "dummy":
         model = str(checkpoint_folder(model))
     arch = arch_of(model, load_format)
     part.check(arch)
+    check_quantization(quantization, where, part.arch(arch))
     load = dummy_model if load_format == "dummy" else load_model
     reader = load_tokenizer_of(model, load_format, tokenizer)
-    gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part)
+    gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part, quantization=quantization)
     gpt.whole, gpt.config = (_ended_by(reader, arch) for arch in (gpt.whole, gpt.config))
     return gpt, reader
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.part import ALIGNMENT, WHOLE, Part
+from rosellm.models.quantized import AnyWeight, QuantizedProjection, QuantizedWeight, empty_weight
 from rosellm.models.rope import Rotary, rotate
 
 
@@ -103,9 +104,11 @@ class Transformer(nn.Module):
     config: the ``Arch`` of this part.
     words: the range of token ids whose logits :meth:`logits` computes; all of them in a whole model.
     cos_sin: cosines, then sines, of every position: ``[P, D]`` fp32; None with learned positions.
+    quantization: the format of the layers' weights, or None.
     """
 
     cos_sin: Tensor | None
+    quantization: str | None = None
 
     def __init__(self, whole: Arch, part: Part = WHOLE) -> None:
         super().__init__()
@@ -136,15 +139,23 @@ class Transformer(nn.Module):
 
     @classmethod
     def allocate(
-        cls, whole: Arch, device: torch.device, dtype: torch.dtype, part: Part = WHOLE
+        cls,
+        whole: Arch,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: Part = WHOLE,
+        quantization: str | None = None,
     ) -> Transformer:
         """Return an uninitialised model for inference; padding rows of zeros follow the embedding and head.
 
         whole: the ``Arch`` of the whole model.
         part: the part of the weights to allocate.
+        quantization: the format of the layers' weights, a key of ``quantized.CODES``; None for ``dtype``.
         """
         with torch.device("meta"):
             model = cls(whole, part)
+        if quantization is not None:
+            model._quantize(quantization, device)
         vocabulary = (model.token_embedding, model.lm_head)
         for module in model.modules():
             make: Callable[..., Tensor] = _padded if module in vocabulary else torch.empty
@@ -154,6 +165,14 @@ class Transformer(nn.Module):
         model._tie()
         model._tabulate(device)
         return model.eval()
+
+    def _quantize(self, form: str, device: torch.device) -> None:
+        """Replace the projections of all layers by quantised ones, whose weights are zeros."""
+        self.quantization = form
+        for block in self.blocks:
+            for name, (n, k) in self.config.shapes.items():
+                weight = empty_weight(n, k, form, device)
+                setattr(block, name, QuantizedProjection(weight, getattr(block, name).bias))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
         """Move or cast the model; restore the padding rows after embedding and head, and rebuild ``cos_sin``.
@@ -223,9 +242,11 @@ class Transformer(nn.Module):
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 
     @property
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by name, without the head if it is tied."""
-        named = dict(self.named_parameters())
+    def own_parameters(self) -> dict[str, AnyWeight]:
+        """All parameters and quantised weights by name, without the head if it is tied."""
+        named: dict[str, AnyWeight] = dict(self.named_parameters())
+        modules = self.named_modules()
+        named |= {f"{name}.weight": it.weight for name, it in modules if isinstance(it, QuantizedProjection)}
         if self.config.tie_embeddings:
             named.pop("lm_head.weight", None)
         return named
@@ -243,16 +264,20 @@ class Transformer(nn.Module):
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.device("meta"):
             shapes = Transformer(self.whole).own_parameters
-        for name, parameter in self.own_parameters.items():
+        own = self.own_parameters
+        for name, parameter in ((name, own[name]) for name in shapes):
             if name.endswith("bias"):
-                nn.init.zeros_(parameter)
+                nn.init.zeros_(cast(Tensor, parameter))
             elif "norm" in name:
-                nn.init.ones_(parameter)
+                nn.init.ones_(cast(Tensor, parameter))
             else:
                 residual = name.endswith(("out.weight", "down.weight"))
                 scale = std / (2 * self.config.n_layers) ** 0.5 if residual else std
                 shape = shapes[name].shape
-                drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
+                if isinstance(parameter, QuantizedWeight) or parameter.shape != shape:
+                    drawn = self.norm.weight.new_empty(shape)
+                else:
+                    drawn = parameter
                 drawn.normal_(0.0, scale, generator=generator)
                 if drawn is not parameter:
                     pieces = self.part.pieces(name, self.whole, len(drawn))

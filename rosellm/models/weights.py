@@ -28,6 +28,7 @@ from rosellm.models.checkpoint import SHIPPED_DRAFTS, SHIPPED_MODELS, checkpoint
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
+from rosellm.models.quantized import AnyWeight, full_weight
 from rosellm.models.shards import opened, shards_of
 
 NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # a layer's index in a parameter's name
@@ -36,11 +37,14 @@ PROGRESS_FROM = 128 << 20  # parameters; larger models show a progress bar
 Holders = dict[str, tuple[safe_open, str]]
 
 
-def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
+def load_model(
+    model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE, quantization: str | None = None
+) -> Transformer:
     """Load a checkpoint, or one rank's part of it, in ``dtype`` on ``device``.
 
     model: a shipped model's name, a folder or a hub id.
     part: the part of the weights to load.
+    quantization: the format to which the layers' weights are quantised, one tensor at a time, or None.
 
     Raises ``CheckpointError`` if the checkpoint is missing, corrupt, not supported or too large.
     """
@@ -49,23 +53,29 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part 
     holders = _holders(shards, FAMILIES[config.family].prefix)
     _check_extent(config, shards, folder)
     config = replace(config, tie_embeddings=config.tie_embeddings and _is_tied(config, holders))
-    _check_memory(part.arch(config), device, dtype)
-    gpt = Transformer.allocate(config, device, dtype, part)
+    _check_memory(part.arch(config), device, dtype, quantization)
+    gpt = Transformer.allocate(config, device, dtype, part, quantization)
     _copy_weights(gpt, holders, folder)
     return gpt
 
 
 def dummy_model(
-    model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    part: Part = WHOLE,
+    quantization: str | None = None,
 ) -> Transformer:
     """Make a model with the ``Arch`` of ``model`` and seeded random weights, without a download.
 
     model: a known name or a folder with a ``config.json``.
     part: the part of the weights to make.
+    quantization: as in :func:`load_model`.
     """
     config = dummy_shape(model)
-    _check_memory(part.arch(config), device, dtype)
-    return Transformer.allocate(config, device, dtype, part).initialise(seed)
+    _check_memory(part.arch(config), device, dtype, quantization)
+    return Transformer.allocate(config, device, dtype, part, quantization).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
@@ -86,7 +96,10 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
     dtype: the dtype of the stored tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {one.name: one.stored(one.rows.detach()).to("cpu", dtype).contiguous() for one in places(gpt)}
+    tensors = {
+        one.name: one.stored(full_weight(one.rows).detach()).to("cpu", dtype).contiguous()
+        for one in places(gpt)
+    }
     with replacing(folder / "model.safetensors") as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})
     text = json.dumps(write_arch(gpt.config) | {"torch_dtype": dtype_name(dtype)}, indent=1)
@@ -105,7 +118,7 @@ class Place:
     """
 
     name: str
-    rows: Tensor
+    rows: AnyWeight
     transposed: bool
     shape: tuple[int, ...]
     cut: Callable[[Tensor], Tensor]
@@ -133,10 +146,12 @@ def places(gpt: Transformer) -> Iterator[Place]:
             yield Place(source, rows, transposed, shape, partial(gpt.part.cut, name, pieces=group))
 
 
-def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
+def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype, quantization: str | None) -> None:
     """Raise ``CheckpointError`` if weights and angle table together exceed the memory of the device."""
     angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
     wanted = config.n_parameters * dtype.itemsize + angles
+    if quantization is not None:
+        wanted -= config.n_layers * config.n_layer_parameters * (dtype.itemsize - 1)
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rosellm.errors import OptionError, PromptError, RoseError, describe
+from rosellm.errors import OptionError, PromptError, RecipeError, RoseError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_draft, load_parts
@@ -106,6 +106,8 @@ class Engine(Owned):
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
+        if model.quantization is not None:
+            _check_quantized(self.recipe, tune)
         if prefix_cache and not self.recipe.has_prefix_cache:
             raise OptionError(f"rung {self.rung!r} has no prefix cache; resident_step and later ones do")
         if deterministic:
@@ -149,16 +151,19 @@ class Engine(Owned):
         dtype: str = "auto",
         load_format: str = "auto",
         tokenizer: str | None = None,
+        quantization: str | None = None,
         draft_model: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model with :func:`loading.load_parts`, and build an engine on it.
 
+        quantization: the format of the layers' weights, as in ``load_parts``.
         draft_model: the model that drafts, a shipped model's name, a folder or a hub id; None for none.
         options: options of the constructor.
         """
         begin_hashing()
-        gpt, tokens = load_parts(model, device, dtype, load_format, tokenizer=tokenizer)
+        given = model, device, dtype, load_format
+        gpt, tokens = load_parts(*given, tokenizer=tokenizer, quantization=quantization)
         if draft_model is not None:
             options |= {"draft": load_draft(draft_model, gpt, tokens, load_format)}
         return cls(gpt, tokens, **options)
@@ -399,6 +404,13 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
+
+
+def _check_quantized(recipe: Rung, tune: bool) -> None:
+    if recipe.exhibit != "none":
+        raise RecipeError("exhibits read weights of 16 or 32 bits; leave out quantization")
+    if tune:
+        raise OptionError("GEMMs of quantised weights cannot be tuned; leave out tune or quantization")
 
 
 def _drafts_of(wanted: int | None, speculation: str) -> int:

@@ -81,6 +81,8 @@ class LLM:
     max_num_batched_tokens: maximum number of prompt tokens per scheduler iteration.
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
+    quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
+        scale per output (:mod:`quantized`). Tokens then differ from those of the checkpoint's own weights.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
         same step; in float32 the tokens are those of single steps. "draft" lets a smaller model draft them.
         None decodes one token per step.
@@ -123,6 +125,7 @@ class LLM:
         deterministic: bool = False,
         warm_up: bool = True,
         tune: bool = False,
+        quantization: str | None = None,
         speculation: str | None = None,
         draft_model: str | None = None,
         speculative_tokens: int | None = None,
@@ -165,6 +168,7 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up and not enforce_eager,
             "tune": tune,
+            "quantization": quantization,
             "speculation": speculation,
             "draft_model": draft_model,
             "speculative_tokens": speculative_tokens,

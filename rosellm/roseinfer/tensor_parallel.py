@@ -55,10 +55,12 @@ class Load:
     dtype: str = "auto"
     load_format: str = "auto"
     tokenizer: str | None = None
+    quantization: str | None = None
 
     def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
         """Load one rank's part of the model, and the tokenizer."""
-        return load_parts(self.model, self.device, self.dtype, self.load_format, part, self.tokenizer)
+        given = self.model, self.device, self.dtype, self.load_format
+        return load_parts(*given, part, self.tokenizer, self.quantization)
 
 
 def load_engine(
@@ -69,6 +71,7 @@ def load_engine(
     dtype: str = "auto",
     load_format: str = "auto",
     tokenizer: str | None = None,
+    quantization: str | None = None,
     speculation: str | None = None,
     draft_model: str | None = None,
     **options: Any,
@@ -84,7 +87,7 @@ def load_engine(
     ``RecipeError`` before any process starts. If a rank fails, now or whenever the engine is used, raises
     ``RankError``.
     """
-    load = Load(model, device, dtype, load_format, tokenizer)
+    load = Load(model, device, dtype, load_format, tokenizer, quantization)
     rung = LADDER.get(chosen, chosen) if isinstance(chosen := options.get("recipe"), str) else chosen
     proposer = speculation or getattr(rung, "speculation", None)
     draft = draft_for(model, proposer, draft_model)
@@ -142,6 +145,8 @@ def check_ranks(
     _check_count(n_ranks)
     if n_ranks == 1:
         return
+    if load.quantization is not None:
+        raise OptionError("weights are quantised on one GPU; leave out quantization or tensor_parallel_size")
     device = resolve_device(load.device)
     if device.type == "cuda" and n_ranks > torch.cuda.device_count():
         raise DeviceError(

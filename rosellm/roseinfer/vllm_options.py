@@ -16,11 +16,9 @@ SAME_AS = {
 PROPOSERS = {"ngram": "ngram", "draft_model": "draft"}
 DRAFTING = {"method", "model", "num_speculative_tokens"}
 NO_REMOTE_CODE = "code from checkpoints is never run"
-ONE_FORMAT = "checkpoints are read in 16 or 32 bits"
 # Values without effect, and why others are refused. No values: all have none, since they tune vLLM's inside.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), NO_REMOTE_CODE),
-    "quantization": ((None,), ONE_FORMAT),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "enable_lora": ((False, None), "LoRA adapters are not supported; merge them into the model"),
     "speculative_config": ((None,), 'use {"method": "ngram" or "draft_model", "num_speculative_tokens": N}'),

@@ -12,6 +12,7 @@ from torch import Tensor
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import CODES
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from tests.helpers import TRITON_DEVICES
@@ -41,11 +42,11 @@ def held(device: torch.device) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device == device}.values())
 
 
-def beside_its_cache(rung: str, arch: Arch, device: torch.device) -> int:
+def beside_its_cache(rung: str, arch: Arch, device: torch.device, quantization: str | None = None) -> int:
     """Bytes that a model and its engine take, less the KV cache."""
     torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)  # the library's workspace is there
     before = held(device)
-    model = Transformer.allocate(arch, device, torch.float16)
+    model = Transformer.allocate(arch, device, torch.float16, quantization=quantization)
     for parameter in model.parameters():
         parameter.fill_(0.01)
     engine = Engine(model, recipe=rung, kernels="triton", **SIZES)
@@ -59,3 +60,14 @@ def beside_its_cache(rung: str, arch: Arch, device: torch.device) -> int:
 def test_an_engine_holds_the_weights_once(arch, rung, device):
     weights = torch.float16.itemsize * arch.n_parameters
     assert weights <= beside_its_cache(rung, arch, torch.device(device)) <= MOST * weights + BUFFERS
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("form", CODES)
+def test_an_engine_with_quantised_weights_holds_one_byte_per_weight(form, device):
+    arch = SHAPES["qwen3"]
+    weights = 2 * arch.n_parameters - arch.n_layers * sum(n * k for n, k in arch.shapes.values())
+    assert (
+        weights <= beside_its_cache("split_kv", arch, torch.device(device), form) <= MOST * weights + BUFFERS
+    )

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import AnyWeight, full_weight, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import (
     Activation,
     activated,
     activated_ref,
     fitting_stages,
+    input_of,
     output_width,
     weight_rows,
 )
@@ -57,6 +59,8 @@ class NormPrologue(NamedTuple):
 class FewRowsShape(NamedTuple):
     """The tiling of a GEMM for few rows; a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
 
+    With quantised weights, SLICES x BLOCK_K must be a multiple of ``quantized.GROUP``.
+
     block_n: weight rows per program.
     slices: slices of a chunk along K, computed by different warps. With one row of x, weight rows are spread
         over warps, too.
@@ -81,7 +85,7 @@ ShapeOf = Callable[[int, int, int, torch.dtype], FewRowsShape]
 def few_rows_linear_ref(
     *,
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     norm: NormPrologue | None = None,
     activation: Activation = "none",
@@ -90,7 +94,7 @@ def few_rows_linear_ref(
     """Compute ``f(norm(x) @ weight.T + bias)`` (torch reference, in fp32 arithmetic).
 
     x: ``[M, K]``.
-    weight: ``[N, K]``.
+    weight: ``[N, K]``, or a ``QuantizedWeight``.
     bias: ``[N]``, or None.
     norm: the norm of x's rows, or None.
     activation: f, which is "none", "gelu" (tanh form), or "swiglu".
@@ -102,7 +106,7 @@ def few_rows_linear_ref(
     without the mean for RMSNorm.
     """
     wide = x.float()
-    y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
+    y = (wide if norm is None else wide * norm.scale.float()) @ full_weight(weight).float().t()
     y = y if norm is None else normed_ref(y, wide, norm)
     y = activated_ref(y if bias is None else y + bias.float(), activation)
     if residual is None:
@@ -208,9 +212,9 @@ def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: 
         squares += _sums_of_8(wide * wide)
         x *= scale
     if BLOCK_N >= 16:  # the matrix instruction needs 16 rows, of the weight or of x
-        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+        acc = tl.dot(w.to(x.dtype), tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     else:
-        acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
+        acc = tl.dot(x, tl.permute(w.to(x.dtype), (0, 2, 1)), acc, input_precision="ieee")
     return acc, total, squares
 
 
@@ -264,7 +268,7 @@ def _normed(y, total, squares, sums, eps, gain, K: tl.constexpr, NORM: tl.conste
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, gain, M, N,
+    x_ptr, weight_ptr, w_scales_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, gain, M, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -274,6 +278,8 @@ def _few_rows_kernel(
     The first weights are loaded before the inputs are ready. Padding rows repeat the last row and are not
     stored. With one row of x, x and weights have the same layout across threads, ACROSS weight rows at a
     time.
+
+    w_scales_ptr: the scales of quantised weights, or None.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
@@ -284,15 +290,19 @@ def _few_rows_kernel(
     if BLOCK_M == 1:
         inner = tl.arange(0, STEP)[None, :]
         weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
-        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, STEP))
-        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, STEP))
+        k = input_of(inner, w_scales_ptr is not None)
+        x_place = tl.broadcast_to(x_ptr + k, (ACROSS, STEP))
+        scale_place = tl.broadcast_to(scale_ptr + k, (ACROSS, STEP))
     else:
         inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
         weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
-        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + inner
-        scale_place = scale_ptr + inner
+        k = input_of(inner, w_scales_ptr is not None)
+        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + k
+        scale_place = scale_ptr + k
     weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
     scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
+    if w_scales_ptr is not None:
+        w_scales = tl.load(w_scales_ptr + held_rows)[None, :]
     if BIAS:
         bias = tl.load(bias_ptr + held_rows).to(tl.float32)[None, :]
     sums = tl.load(sums_ptr + held_rows)[None, :] if NORM == "layer" else 0.0
@@ -316,6 +326,8 @@ def _few_rows_kernel(
             weights, scales, weight_place, scale_place, x_place, inner,
             K, BLOCK_M, BLOCK_N, SLICES, BLOCK_K, HELD, NORM, WHOLE,
         )  # fmt: skip
+    if w_scales_ptr is not None:
+        y *= w_scales
     y = _normed(y, total, squares, sums, eps, gain, K, NORM)
     if BIAS:
         y += bias
@@ -340,17 +352,19 @@ def few_rows_linear(
     its deviation. x times scale is rounded to x's dtype, except for a single row.
     """
     rows, k = x.shape
-    n = weight.shape[0]
+    n, (weight, w_scales) = len(weight), parts_of_weight(weight)
     out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
-    tuned = choice_of(1, n, k, activation) if rows == 1 and shape is None and x.element_size() == 2 else None
-    cut = FewRowsShape(*tuned.tile) if tuned else (shape or _few_rows_shape)(rows, n, k, x.dtype)
+    can_tune = rows == 1 and shape is None and weight.dtype.itemsize == 2
+    tuned = choice_of(1, n, k, activation) if can_tune else None
+    dtype = weight.dtype if x.element_size() == 2 else x.dtype
+    cut = FewRowsShape(*tuned.tile) if tuned else (shape or _few_rows_shape)(rows, n, k, dtype)
     fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
     fused |= {"NORM": "none" if norm is None else norm.kind}
     scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
     bias, sums = (x if it is None else it for it in (bias, sums))
     options = {**_options(rows, k, cut, x.dtype, x.device), **launch_options(dependent)}
     _few_rows_kernel[(cdiv(n, cut.block_n),)](
-        x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
+        x, weight, w_scales, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
     )
     return out
 

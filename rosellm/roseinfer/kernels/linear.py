@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.quantized import AnyWeight, full_weight, parts_of_weight
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
@@ -38,12 +39,17 @@ def activated_ref(y: Tensor, activation: Activation) -> Tensor:
 
 
 def some_rows_linear_ref(
-    *, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none", parts: int = 1
+    *,
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    parts: int = 1,
 ) -> Tensor:
     """Compute ``f(x @ weight.T + bias)``, or ``parts`` partial sums (torch reference).
 
     x: ``[M, K]``.
-    weight: ``[N, K]``.
+    weight: ``[N, K]``, or a ``QuantizedWeight``.
     bias: ``[N]``, or None; the first of several partial sums includes it.
     activation: f, which is "none", "gelu" (tanh form), or "swiglu".
     parts: number of equal ranges into which K is split (split-K). Above 1, activation must be "none".
@@ -51,6 +57,7 @@ def some_rows_linear_ref(
     The result is ``[M, N]`` in x's dtype, or ``[M, N / 2]`` for "swiglu". With several parts, it is
     ``[parts, M, N]`` fp32: one GEMM per range of K, which the consumer adds up.
     """
+    weight = full_weight(weight)
     if parts == 1:
         y = x.float() @ weight.float().t()
         return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
@@ -147,15 +154,24 @@ def activated(y, M: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def input_of(place, PACKED: tl.constexpr):
+    """Return the index along K of each place in a weight's rows; PACKED as by ``quantized.packed``."""
+    if PACKED:
+        place = place // 64 * 64 + place // 4 % 4 * 16 + place // 2 % 2 * 8 + place // 16 % 4 * 2 + place % 2
+    return place
+
+
+@triton.jit
 def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Return the fp32 product of x's rows and a tile's weight rows, over WIDTH elements of K from ``begin``.
 
     rows: the rows of x.
     held_rows: which of them exist; 0 is used for the rest.
     columns: the weight rows; 0 is used for those from N on.
+    PACKED: whether the weight consists of packed codes, whose scales are applied later.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -163,14 +179,16 @@ def tile_product(
         inner = begin + first + k
         held = first + k < WIDTH
         x = tl.load(
-            x_ptr + rows[:, None] * K + inner[None, :], mask=held_rows[:, None] & held[None, :], other=0.0
+            x_ptr + rows[:, None] * K + input_of(inner, PACKED)[None, :],
+            mask=held_rows[:, None] & held[None, :],
+            other=0.0,
         )
         w = tl.load(
             weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
             mask=(columns[None, :] < N) & held[:, None],
             other=0.0,
         )
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
     return acc
 
 
@@ -213,12 +231,13 @@ def copied_gated_product(
 
 @triton.jit(do_not_specialize=["M"])
 def _some_rows_kernel(
-    x_ptr, weight_ptr, x_tiles, w_tiles, bias_ptr, out_ptr, M, N,
+    x_ptr, weight_ptr, scales_ptr, x_tiles, w_tiles, bias_ptr, out_ptr, M, N,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K, in a pipelined loop.
 
+    scales_ptr: the scales of quantised weights, or None.
     x_tiles and w_tiles: TMA descriptors, or None to load tiles by pointers.
     """
     block = tl.program_id(0)
@@ -237,8 +256,11 @@ def _some_rows_kernel(
     launch_dependents(DEPENDENT)
     if x_tiles is None:
         acc = tile_product(
-            x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K,
+            scales_ptr is not None,
+        )  # fmt: skip
+        if scales_ptr is not None:
+            acc *= tl.load(scales_ptr + w_rows, mask=w_rows < N, other=0.0)[None, :]
         if BIAS:
             acc += bias[None, :]
         acc = activated(acc, BLOCK_M, BLOCK_N, ACTIVATION)
@@ -288,6 +310,7 @@ def some_rows_linear(
         fused = {"bias": bias, "activation": activation}
         return ring.ring_linear(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
     width = output_width(n, activation)
+    weight, scales = parts_of_weight(weight)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
     block_m, block_n, block_k, warps, stages = tile
     stages = fitting_stages(stages, block_m, block_n, block_k, x.element_size(), x.device)
@@ -295,18 +318,19 @@ def some_rows_linear(
     added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
     options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
     tiles = None, None
-    if copies:
+    if copies and scales is None:
         tiles = _described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
     _some_rows_kernel[(cdiv(n, block_n), cdiv(rows, block_m), parts)](
-        x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
+        x, weight, scales, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
     )
     return out
 
 
-def tile_of(x: Tensor, weight: Tensor, activation: str, parts: int) -> Shape | None:
+def tile_of(x: Tensor, weight: AnyWeight, activation: str, parts: int) -> Shape | None:
     """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
     rows, (n, k) = len(x), weight.shape
-    tuned = choice_of(rows, n, k, activation) if ring.runs_on(x.device, x.dtype) else None
+    can_tune = ring.runs_on(x.device, x.dtype) and isinstance(weight, Tensor)
+    tuned = choice_of(rows, n, k, activation) if can_tune else None
     if tuned is not None and tuned.parts == parts:
         return tuned.tile
     if ring.is_faster(x, weight, activation, parts):

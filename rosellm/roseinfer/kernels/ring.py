@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import AnyWeight, QuantizedWeight, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
 
@@ -37,6 +38,58 @@ def _load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
 
 
 @gluon.jit
+def _operand(tile, dtype: gl.constexpr, layout: gl.constexpr):
+    """Load a tile of codes, each thread 16 adjacent ones, and return it as the first operand of ``wgmma``.
+
+    The order of the codes is that of :class:`quantized.QuantizedWeight`.
+    """
+    N: gl.constexpr = tile.shape[0]
+    K: gl.constexpr = tile.shape[1]
+    more: gl.constexpr = [] if N == 64 else [[64, 0]]
+    loaded: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]] + more,
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[N, K],
+    )
+    wide = gl.reshape(_converted(tile.load(loaded), dtype), (N, K // 64, 4, 4, 2, 2))
+    wide = gl.reshape(gl.permute(wide, (0, 1, 3, 4, 2, 5)), (N, K))
+    return gl.convert_layout(wide, gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2))
+
+
+@gluon.jit
+def _converted(codes, dtype: gl.constexpr):
+    """Return codes in the dtype of x, which holds them exactly.
+
+    From fp8 to bf16, two instructions per code: its bits are moved to their places, and the exponent's bias
+    is corrected by a factor of 2 ** 120.
+    """
+    if codes.dtype == gl.float8e4nv and dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, factor;
+            mov.b32 factor, 0x7b807b80;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            and.b32 a, a, 0x80008000;
+            and.b32 b, b, 0x80008000;
+            and.b32 c, c, 0x07f007f0;
+            and.b32 d, d, 0x07f007f0;
+            or.b32 a, a, c;
+            or.b32 b, b, d;
+            mul.bf16x2 $0, a, factor;
+            mul.bf16x2 $1, b, factor;
+            }""",
+            "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return codes.to(dtype)
+
+
+@gluon.jit
 def griddepcontrol(what: gl.constexpr):
     gl.inline_asm_elementwise(
         "griddepcontrol." + what + "; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -45,12 +98,13 @@ def griddepcontrol(what: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles"])
 def _ring_kernel(
-    w_desc, x_desc, bias_ptr, out_ptr, M, N, tiles, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
+    w_desc, x_desc, scales_ptr, bias_ptr, out_ptr, M, N, tiles, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of K.
 
+    scales_ptr: the scales of quantised weights, or None.
     REFILL: whether there are more tiles than stages.
     """
     GATED: gl.constexpr = ACTIVATION == "swiglu"
@@ -76,15 +130,19 @@ def _ring_kernel(
     )
     i = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
+    if scales_ptr is not None:
+        scales = gl.load(scales_ptr + n, mask=i < N, other=0.0)
     if BIAS:
-        n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
         bias = gl.load(bias_ptr + n, mask=(i < N) & (part == 0), other=0.0).to(gl.float32)
     if DEPENDENT:
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
     for s in gl.static_range(STAGES):
         async_load(x_desc, [0, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
-    sums = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, ROWS), gl.float32, layout))
+    sums = gl.zeros((BLOCK_N, ROWS), gl.float32, layout)
+    if scales_ptr is None:
+        sums = hopper.warpgroup_mma_init(sums)
     stage = 0
     phase = 0
     for tile in range(tiles):
@@ -93,8 +151,11 @@ def _ring_kernel(
         w_tile = ring.index(stage)
         if GATED:
             w_tile = w_tile.reshape((BLOCK_N, BLOCK_K))
-        done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-        sums = hopper.warpgroup_mma(w_tile, x_tile, done, is_async=True)
+        if scales_ptr is None:
+            done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+            sums = hopper.warpgroup_mma(w_tile, x_tile, done, is_async=True)
+        else:
+            sums = hopper.warpgroup_mma(_operand(w_tile, x_desc.dtype, layout), x_tile, sums)
         if REFILL:  # the previous product has ended, so that its stage is free
             ahead = tile - 1 + STAGES
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
@@ -107,7 +168,10 @@ def _ring_kernel(
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
-    y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    if scales_ptr is None:
+        y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    else:
+        y = sums * scales[:, None]
     if BIAS:
         y += bias[:, None]
     if ACTIVATION == "gelu":
@@ -140,9 +204,11 @@ def takes(rows: int, k: int) -> bool:
     return 2 <= rows <= MOST_ROWS and k % 8 == 0
 
 
-def is_faster(x: Tensor, weight: Tensor, activation: str, parts: int) -> bool:
+def is_faster(x: Tensor, weight: AnyWeight, activation: str, parts: int) -> bool:
     """Return whether the kernel can run, and is faster than ``linear.some_rows_linear`` on an H200."""
     rows, k = x.shape
+    if isinstance(weight, QuantizedWeight):
+        return rows <= MOST_ROWS and runs_on(x.device, x.dtype)
     if not (takes(rows, k) and runs_on(x.device, x.dtype)):
         return False
     if activation == "swiglu":
@@ -170,15 +236,17 @@ def block_n_of(rows: int, n: int, parts: int) -> int:
     return 2 * BLOCK_N if rows > 32 and parts == 1 and n > 3 * BLOCK_N * NUM_SMS else BLOCK_N
 
 
-def stages_of(padded_rows: int, programs: int, tiles: int, block_n: int = BLOCK_N) -> int:
+def stages_of(padded_rows: int, programs: int, tiles: int, block_n: int = BLOCK_N, itemsize: int = 2) -> int:
     """Return the number of stages of a program that multiplies ``tiles`` tiles.
+
+    itemsize: bytes of a weight.
 
     A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
     in one.
     """
     shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
-    fitting = shared_bytes // ((block_n + padded_rows) * BLOCK_K * 2)
-    return min(MOST_STAGES, tiles, max(2, fitting))
+    fitting = shared_bytes // ((itemsize * block_n + 2 * padded_rows) * BLOCK_K)
+    return min(2 * MOST_STAGES // itemsize, tiles, max(2, fitting))
 
 
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
@@ -186,17 +254,19 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
 
     x: ``[M, K]`` with M at most 128. The tensors must be contiguous, and K a multiple of 8; for
         "swiglu", N must be a multiple of 16.
+    weight: ``[N, K]``, or a ``QuantizedWeight``.
     dependent: the launch mode, as in ``launch_options``.
     """
     (rows, k), n = x.shape, len(weight)
+    weight, scales = parts_of_weight(weight)
     width = n // 2 if activation == "swiglu" else n
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
     block_n = block_n_of(rows, n, parts)
     padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
-    stages = stages_of(padded, blocks * parts, tiles, block_n)
+    stages = stages_of(padded, blocks * parts, tiles, block_n, weight.element_size())
     weights = _described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
     _ring_kernel[(blocks, parts)](
-        weights, described(x, padded), x if bias is None else bias, out, rows, n, tiles,
+        weights, described(x, padded), scales, x if bias is None else bias, out, rows, n, tiles,
         ROWS=padded, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
         ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
@@ -220,4 +290,5 @@ def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: lis
 
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    name = "float8e4nv" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, name))

@@ -19,6 +19,7 @@ from rosellm.roseinfer.kernels import (
     advance,
     attention,
     attention_plan,
+    dequantize,
     few_rows,
     filtered,
     filtered_head,
@@ -42,7 +43,19 @@ from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, online_softmax, peer_sums, rotary
+LAYERS = (
+    paged,
+    kv,
+    attention,
+    attention_plan,
+    dequantize,
+    few_rows,
+    linear,
+    norm,
+    online_softmax,
+    peer_sums,
+    rotary,
+)
 RINGS = ring, ring_attention
 DRAFTS = speculation, verify_attention
 OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
@@ -68,6 +81,7 @@ class Kernels:
     silu_mul: Callable[..., torch.Tensor]
     few_rows_linear: Callable[..., torch.Tensor]
     some_rows_linear: Callable[..., torch.Tensor]
+    dequantize: Callable[..., torch.Tensor]
     best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     filtered_tiles: Callable[..., filtered_head.Tiles]
     choose_filtered: Callable[..., None]
@@ -105,6 +119,7 @@ def triton_kernels(dependent: int) -> Kernels:
         kv_append_identity_pos=kv.kv_append_triton_identity_pos,
         gumbel_noise=noise.gumbel_noise_triton,
         store_likely=likely.store_likely,
+        dequantize=dequantize.dequantize,
         **{name: partial(kernel, dependent=dependent) for name, kernel in step.items()},
     )
 
@@ -126,6 +141,7 @@ TORCH = Kernels(
     norm.silu_mul_ref,
     few_rows.few_rows_linear_ref,
     linear.some_rows_linear_ref,
+    dequantize.dequantize_ref,
     head.best_tokens_ref,
     filtered_head.filtered_tiles_ref,
     filtered.choose_filtered_ref,

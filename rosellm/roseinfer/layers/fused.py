@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
 from rosellm.roseinfer.kernels import ring
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import kind_of
@@ -33,6 +34,7 @@ from rosellm.roseinfer.layers.products import (
     activation_fused,
     can_pack,
     has_ring,
+    quantized_parts_of,
     ring_qkv_parts_of,
     tuned_or,
 )
@@ -119,7 +121,7 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(
-    rows: int, layer_parameters: int, with_ring: bool = False
+    rows: int, layer_parameters: int, with_ring: bool = False, quantization: str | None = None
 ) -> Literal["few", "some", "library"]:
     """Return which GEMMs make whole steps fastest on an H200: "few", "some" or "library".
 
@@ -128,7 +130,11 @@ def fastest_products(
 
     layer_parameters: number of parameters per layer.
     with_ring: whether "some" includes :func:`ring.ring_linear`.
+    quantization: the format of the weights, or None.
     """
+    if quantization is not None:
+        few = 1 if with_ring and quantization == "fp8" else 0 if with_ring else FEW_ROWS
+        return "few" if rows <= few else "some" if with_ring and rows <= ring.MOST_ROWS else "library"
     if with_ring and (tuned := kind_of(rows, layer_parameters)):
         return tuned
     if with_ring and 2 <= rows <= ring.MOST_ROWS:
@@ -141,15 +147,17 @@ class FastestLayers:
     """A function from the number of rows to the fastest layers.
 
     variants: the layers by the names of :func:`fastest_products`.
-    layer_parameters, with_ring: as in :func:`fastest_products`.
+    layer_parameters, with_ring, quantization: as in :func:`fastest_products`.
     """
 
     variants: dict[str, Layers]
     layer_parameters: int
     with_ring: bool
+    quantization: str | None = None
 
     def __call__(self, rows: int) -> Layers:
-        return self.variants[fastest_products(rows, self.layer_parameters, self.with_ring)]
+        sizes = self.layer_parameters, self.with_ring, self.quantization
+        return self.variants[fastest_products(rows, *sizes)]
 
 
 def build_layers(
@@ -164,18 +172,19 @@ def build_layers(
         return (lambda rows: plain,) * 2
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
-    library = FusedLayers(model, LibraryProducts(model, activated), kernels)
+    library = FusedLayers(model, LibraryProducts(model, activated, kernels.dequantize), kernels)
     if gemm == "library":
         return (lambda rows: library,) * 2
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return (lambda rows: packed,) * 2
     with_ring, few = has_ring(model, kernels), FewRowsLayers(model, kernels)
-    sizes = model.config.n_layer_parameters, with_ring
+    sizes = model.config.n_layer_parameters, with_ring, model.quantization
 
     def fastest(qkv_parts: Parts | None) -> FastestLayers:
         some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)
         return FastestLayers({"few": few, "some": some, "library": library}, *sizes)
 
     adds_up = with_ring and is_stock(kernels, "append_and_attend")
-    return fastest(tuned_or(ring_qkv_parts_of) if adds_up else None), fastest(None)
+    qkv_parts = tuned_or(ring_qkv_parts_of) if model.quantization is None else quantized_parts_of
+    return fastest(qkv_parts if adds_up else None), fastest(None)

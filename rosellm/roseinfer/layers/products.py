@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
+from rosellm.models.quantized import AnyWeight, full_weight
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of
@@ -46,22 +49,42 @@ class LibraryProducts:
     """The four GEMMs by the vendor's library (cuBLAS on a GPU).
 
     activated: applies the projection ``up`` and its activation.
+    dequantize: ``kernels.dequantize``, which each call uses if weights are quantised.
     """
 
-    def __init__(self, model: Transformer, activated: Activated) -> None:
+    def __init__(self, model: Transformer, activated: Activated, dequantize: Callable[..., Tensor]) -> None:
         self.blocks, self.activated = model.blocks, activated
+        self._dequantized: Callable[[Projection], DequantizedProjection] | None = None
+        if model.quantization is not None:
+            self._dequantized = partial(DequantizedProjection, dequantize=dequantize, dtype=model.dtype)
+
+    def _whole(self, projection: Projection) -> Any:
+        return projection if self._dequantized is None else self._dequantized(projection)
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        return self.blocks[layer].qkv(x)
+        return self._whole(self.blocks[layer].qkv)(x)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self.blocks[layer].out.weight.t())[None]
+        return (x @ self._whole(self.blocks[layer].out).weight.t())[None]
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        return self.activated(self.blocks[layer].up, x)
+        return self.activated(self._whole(self.blocks[layer].up), x)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self.blocks[layer].down.weight.t())[None]
+        return (x @ self._whole(self.blocks[layer].down).weight.t())[None]
+
+
+class DequantizedProjection:
+    """A quantised projection whose weight has been dequantised, for one GEMM.
+
+    dequantize, dtype: the kernel, and the dtype that it is asked for.
+    """
+
+    def __init__(self, projection: Projection, dequantize: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        self.weight, self.bias = dequantize(weight=projection.weight, dtype=dtype), projection.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 def activation_apart(config: Arch) -> Activated:
@@ -110,10 +133,10 @@ class PackedProducts:
 
     def __init__(self, model: Transformer) -> None:
         self.config, blocks = model.config, model.blocks
-        self._qkv = [PackedLinear(b.qkv.weight, b.qkv.bias) for b in blocks]
-        self._out = [PackedLinear(b.out.weight) for b in blocks]
-        self._up = [PackedLinear(b.up.weight, b.up.bias) for b in blocks]
-        self._down = [PackedLinear(b.down.weight) for b in blocks]
+        self._qkv = [PackedLinear(full_weight(b.qkv.weight), b.qkv.bias) for b in blocks]
+        self._out = [PackedLinear(full_weight(b.out.weight)) for b in blocks]
+        self._up = [PackedLinear(full_weight(b.up.weight), b.up.bias) for b in blocks]
+        self._down = [PackedLinear(full_weight(b.down.weight)) for b in blocks]
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         return self._qkv[layer](x)
@@ -140,12 +163,12 @@ def can_pack(model: Transformer) -> bool:
 class NormedWeights:
     """A projection that follows a norm.
 
-    weight: ``[N, K]``.
+    weight: ``[N, K]``, or a ``QuantizedWeight``.
     bias: ``[N]``, including the part that the norm's shift contributes; None if there is neither.
     norm: the norm, without its shift.
     """
 
-    weight: Tensor
+    weight: AnyWeight
     bias: Tensor | None
     norm: NormPrologue
 
@@ -159,10 +182,9 @@ class NormedWeights:
         scale, gain = _at_most_one(norm.weight)
         if isinstance(norm, torch.nn.RMSNorm):
             return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None, gain))
-        shifted = _times(weight, norm.bias) + (0 if bias is None else bias.float())
-        return cls(
-            weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale), gain)
-        )
+        full = full_weight(weight)
+        shifted = _times(full, norm.bias) + (0 if bias is None else bias.float())
+        return cls(weight, shifted.to(scale.dtype), NormPrologue(scale, norm.eps, _times(full, scale), gain))
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
@@ -231,7 +253,10 @@ class SomeRowsProducts(PlainProducts):
         self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
     ) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        self.parts_of = parts or (tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of)
+        if parts is None:
+            rules = ring_parts_of if has_ring(model, kernels) else parts_of
+            parts = quantized_parts_of if model.quantization is not None else tuned_or(rules)
+        self.parts_of = parts
         self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
@@ -258,6 +283,11 @@ def has_ring(model: Transformer, kernels: Kernels) -> bool:
 def ring_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K, as ``linear.parts_of`` does, for models with a ring."""
     return (ring.parts_of if ring.takes(rows, k) else parts_of)(rows, n, k)
+
+
+def quantized_parts_of(rows: int, n: int, k: int) -> int:
+    """Return the number of ranges of K for a quantised weight, of which the ring has half as many bytes."""
+    return ring.parts_of(rows, n, k, (4 if rows <= 16 else 2) * ring.NUM_SMS)
 
 
 def tuned_or(parts: Parts) -> Parts:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.quantized import CODES, quantized
 from rosellm.roseinfer.kernels.few_rows import FewRowsShape, NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of, some_rows_linear_ref
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -96,6 +97,13 @@ SHAPES = [
     FewRowsShape(block_n=4, slices=1, block_k=32, held=3, warps=8, stages=2),
 ]
 
+WIDE_SHAPES = [
+    None,
+    SHAPES[2],
+    FewRowsShape(block_n=4, slices=1, block_k=128, held=3, warps=8, stages=2),
+    FewRowsShape(block_n=8, slices=2, block_k=64, held=2, warps=2, stages=2),
+]
+
 
 @check.every_place
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape or ["chosen"])))
@@ -107,6 +115,36 @@ def test_few_rows_cut_in_any_way_equal_the_spec(options, shape, device, dtype):
     chosen = {"shape": lambda *_: shape} if shape else {}
     assert_the_spec_is_its_definition("few_rows_linear", make_case(rows, 42, k, options))
     assert_few_rows_equal_spec(make_case(rows, 42, k, options, dtype, device), **chosen)
+
+
+@check.every_place
+@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("shape", WIDE_SHAPES, ids=lambda shape: "-".join(map(str, shape or ["chosen"])))
+def test_products_of_quantised_weights_equal_the_spec(shape, form, device, dtype):
+    """The spec dequantises the weights first."""
+    turn = WIDE_SHAPES.index(shape)
+    chosen = {"shape": lambda *_: shape} if shape else {}
+    rows, k = (1, 16, 1, 5)[turn], (192, 128, 1024, 320)[turn]
+    for options in ((), ("rms", "swiglu"), ("residual", "no bias")):
+        case = make_case(rows, 42, k, options, dtype, device)
+        case["weight"] = quantized(case["weight"], form)
+        assert_few_rows_equal_spec(case, **chosen)
+    case = make_case(20, 42, k, (), dtype, device)
+    case["weight"] = quantized(case["weight"], form)
+    check.assert_equals_spec("some_rows_linear", products_of(case, 1))
+
+
+@check.every_twin
+@pytest.mark.parametrize("form", CODES)
+def test_a_quantised_weight_is_nearest_among_the_codes_times_the_scale_of_its_row(form, kernels, device):
+    weight = check.normals()(9, 1088) * torch.logspace(-4, 4, 9)[:, None]
+    weight[3] = 0
+    codes = torch.arange(-127, 128) if form == "int8" else torch.arange(256).to(torch.uint8).view(CODES[form])
+    codes = codes.float()[codes.float().isfinite()].sort().values
+    scales = weight.abs().amax(1).double() / codes.max()
+    nearest = (weight.double()[:, :, None] - scales[:, None, None] * codes).abs().amin(2)
+    found = kernels.dequantize(weight=quantized(weight.to(device), form), dtype=torch.float32).cpu()
+    assert ((found - weight).abs() <= nearest + 1e-4 * scales[:, None]).all()
 
 
 @check.every_device

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from rosellm.models.quantized import GROUP, quantized
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
@@ -22,13 +23,16 @@ ACTIVATIONS = "none", "gelu", "swiglu"
 def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(seed):
     draw, dtype = random.Random(seed), (torch.bfloat16, torch.float16)[seed % 2]
     torch.manual_seed(seed)
+    form = (None, "fp8", "int8")[seed % 3]
     rows, k = draw.randint(1, ring.MOST_ROWS), 8 * draw.randint(1, 700)
+    k = k if form is None else max(GROUP, k // GROUP * GROUP)
     parts = draw.choice((1, 1, 2, 3, 4, 8))
     activation = "none" if parts > 1 else draw.choice(ACTIVATIONS)
     most = draw.choice((300, 5000, 30_000))  # less than a program per multiprocessor, up to several
     n = 16 * draw.randint(1, most // 16) if activation == "swiglu" else draw.randint(1, most)
     x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
     x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
+    weight = weight if form is None else quantized(weight, form)
     given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
     given["bias"] = bias.to(dtype) if draw.random() < 0.5 else None
     poison = torch.full((parts * rows * n,), float("nan"), device="cuda", dtype=dtype if parts == 1 else None)

@@ -1,0 +1,84 @@
+"""Weights of 8 bits: the same tokens in every kind of step, and what cannot be quantised is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rosellm import LLM, SamplingParams
+from rosellm.errors import DeviceError, OptionError, RoseError
+from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.models.loading import load_parts
+from rosellm.models.quantized import CODES
+from rosellm.models.weights import dummy_model
+from rosellm.roseinfer.engine import Engine
+from tests.helpers import random_prompts
+from tests.roseinfer.ranks import tokens_of
+
+PROMPTS = random_prompts([1, 70, 7, 33, 16], vocab_size=4096)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.9, seed=3, top_p=0.9)
+MIXED = [GREEDY, DRAWN, GREEDY, DRAWN, GREEDY]
+SIZES = {"max_batch_size": 4, "num_kv_blocks": 32}
+WAYS = [
+    *({"rung": "paged"}, {"rung": "small_gemm"}, {"deterministic": True}),
+    *({"speculation": "ngram"}, {"speculation": "draft", "prefix_cache": True}),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
+def test_every_step_gives_the_tokens_of_the_dequantised_model(model, form, device):
+    plain, tokenizer = load_parts(model, device, "float32")
+    rounded, _ = load_parts(model, device, "float32", quantization=form)
+    for own, other in zip(plain.blocks, rounded.blocks, strict=True):
+        for name in plain.config.shapes:
+            getattr(own, name).weight.data.copy_(getattr(other, name).weight.dequantized())
+    expected = tokens_of(Engine(plain, tokenizer, recipe="dense", **SIZES), PROMPTS, MIXED)
+    for way in [{}, *WAYS]:
+        llm = LLM(model, quantization=form, device=device, dtype="float32", warm_up=False, **SIZES, **way)
+        assert tokens_of(llm.engine, PROMPTS, MIXED) == expected, way
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
+    device, sizes = torch.device("cpu"), {"n_layers": 1, "vocab_size": 640, "n_positions": 64, "d_model": 256}
+    sizes |= {"n_heads": 4, "n_kv_heads": 4, "head_dim": 64, "d_ff": 512}
+    for arch in {arch.family: arch for arch in KNOWN_SHAPES.values()}.values():
+        monkeypatch.setitem(KNOWN_SHAPES, "small", replace(arch, **sizes))
+        plain = dummy_model("small", device, torch.bfloat16)
+        model = dummy_model("small", device, torch.bfloat16, quantization=form)
+        for part, shape in model.config.shapes.items():
+            weight, whole = getattr(model.blocks[0], part).weight, getattr(plain.blocks[0], part).weight
+            assert weight.codes.shape == shape and weight.codes.dtype == CODES[form]
+            assert (weight.dequantized() - whole.float()).abs().max() < 0.04 * whole.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"quantization": "int3"}, OptionError, "quantization 'int3' is unknown; use 'fp8', 'int8'"),
+        ({"quantization": 8}, OptionError, "quantization 8 is unknown"),
+        ({"quantization": "int8", "rung": "one_pass"}, RoseError, "exhibits read weights of 16 or 32 bits"),
+        ({"quantization": "int8", "tune": True}, OptionError, "cannot be tuned"),
+        ({"quantization": "int8", "tensor_parallel_size": 2}, OptionError, "quantised on one GPU"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_in_one_line(options, error, words):
+    with pytest.raises(error, match=words):
+        LLM("rose-tiny", device="cpu", **options)
+
+
+def test_inputs_that_are_no_multiple_of_64_and_an_old_gpu_are_refused(monkeypatch):
+    narrow = replace(KNOWN_SHAPES["gpt2"], d_ff=96, n_layers=1)
+    monkeypatch.setitem(KNOWN_SHAPES, "narrow", narrow)
+    with pytest.raises(OptionError, match="multiples of 64; 'down' of this model has 96"):
+        load_parts("narrow", "cpu", load_format="dummy", quantization="int8")
+    monkeypatch.setattr("rosellm.models.loading.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(DeviceError, match="'fp8' needs a GPU of compute capability 8.9"):
+        load_parts("gpt2", load_format="dummy", quantization="fp8")
