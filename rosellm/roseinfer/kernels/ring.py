@@ -1,4 +1,4 @@
-"""A GEMM for up to 128 rows on Hopper GPUs whose weights are in flight before its input is ready.
+"""A GEMM for few rows on Hopper GPUs whose weights are in flight before its input is ready.
 
 Each program owns 64 or 128 rows of the weight and one range of K. Before it waits for the kernel before it,
 it starts TMA copies of its first weight tiles into a ring of stages in shared memory; after the wait, the
@@ -21,6 +21,7 @@ from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, nex
 
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
+MOST_QUANTIZED, MOST_PADDED = 256, 128  # rows with quantised weights; rows per program
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
 FEWEST_PROGRAMS, NUM_SMS = 36, 132  # of a launch of whole K for which it is faster; of an H200
 
@@ -104,6 +105,8 @@ def _ring_kernel(
 ):  # fmt: skip
     """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of K.
 
+    Programs of the same weights run at about the same time, so that one of them finds the weights in L2.
+
     scales_ptr: the scales of quantised weights, or None.
     REFILL: whether there are more tiles than stages.
     """
@@ -116,7 +119,7 @@ def _ring_kernel(
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
+    first, row, part = gl.program_id(0) * ROWS, gl.program_id(1) * BLOCK_N, gl.program_id(2)
     begin = part * tiles * BLOCK_K
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
@@ -139,7 +142,7 @@ def _ring_kernel(
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
     for s in gl.static_range(STAGES):
-        async_load(x_desc, [0, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
+        async_load(x_desc, [first, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
     sums = gl.zeros((BLOCK_N, ROWS), gl.float32, layout)
     if scales_ptr is None:
         sums = hopper.warpgroup_mma_init(sums)
@@ -163,7 +166,7 @@ def _ring_kernel(
             bar = bars.index(free)
             mbarrier.expect(bar, BYTES, pred=more)
             _load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
-            async_load(x_desc, [0, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
+            async_load(x_desc, [first, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
@@ -183,6 +186,7 @@ def _ring_kernel(
         i = row // 2 + gl.arange(0, PAIRS * 8, layout=gl.SliceLayout(1, stored))
         m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
     width = N // 2 if GATED else N
+    m += first
     target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + i[:, None]
     gl.store(target, y.to(out_ptr.dtype.element_ty), mask=(i < width)[:, None] & (m < M)[None, :])
     for s in gl.static_range(STAGES):
@@ -208,7 +212,7 @@ def is_faster(x: Tensor, weight: AnyWeight, activation: str, parts: int) -> bool
     """Return whether the kernel can run, and is faster than ``linear.some_rows_linear`` on an H200."""
     rows, k = x.shape
     if isinstance(weight, QuantizedWeight):
-        return rows <= MOST_ROWS and runs_on(x.device, x.dtype)
+        return rows <= MOST_QUANTIZED and runs_on(x.device, x.dtype)
     if not (takes(rows, k) and runs_on(x.device, x.dtype)):
         return False
     if activation == "swiglu":
@@ -252,7 +256,7 @@ def stages_of(padded_rows: int, programs: int, tiles: int, block_n: int = BLOCK_
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
-    x: ``[M, K]`` with M at most 128. The tensors must be contiguous, and K a multiple of 8; for
+    x: ``[M, K]``. The tensors must be contiguous, and K a multiple of 8; for
         "swiglu", N must be a multiple of 16.
     weight: ``[N, K]``, or a ``QuantizedWeight``.
     dependent: the launch mode, as in ``launch_options``.
@@ -262,10 +266,11 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     width = n // 2 if activation == "swiglu" else n
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
     block_n = block_n_of(rows, n, parts)
-    padded, blocks, tiles = max(8, next_power_of_2(rows)), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
+    padded = min(MOST_PADDED, max(8, next_power_of_2(rows)))
+    blocks, tiles = cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
     stages = stages_of(padded, blocks * parts, tiles, block_n, weight.element_size())
     weights = _described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
-    _ring_kernel[(blocks, parts)](
+    _ring_kernel[(cdiv(rows, padded), blocks, parts)](
         weights, described(x, padded), scales, x if bias is None else bias, out, rows, n, tiles,
         ROWS=padded, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
         ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),

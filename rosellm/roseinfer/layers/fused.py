@@ -134,7 +134,7 @@ def fastest_products(
     """
     if quantization is not None:
         few = 1 if with_ring and quantization == "fp8" else 0 if with_ring else FEW_ROWS
-        return "few" if rows <= few else "some" if with_ring and rows <= ring.MOST_ROWS else "library"
+        return "few" if rows <= few else "some" if with_ring and rows <= ring.MOST_QUANTIZED else "library"
     if with_ring and (tuned := kind_of(rows, layer_parameters)):
         return tuned
     if with_ring and 2 <= rows <= ring.MOST_ROWS:

@@ -287,7 +287,8 @@ def ring_parts_of(rows: int, n: int, k: int) -> int:
 
 def quantized_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K for a quantised weight, of which the ring has half as many bytes."""
-    return ring.parts_of(rows, n, k, (4 if rows <= 16 else 2) * ring.NUM_SMS)
+    programs = 4 if rows <= 16 else 2 if rows <= ring.MOST_ROWS else 1  # per multiprocessor, at most
+    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS)
 
 
 def tuned_or(parts: Parts) -> Parts:
