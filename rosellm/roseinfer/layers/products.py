@@ -20,6 +20,7 @@ from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.tuned import choice_of
+from rosellm.triton_or_none import cdiv
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
@@ -253,10 +254,8 @@ class SomeRowsProducts(PlainProducts):
         self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
     ) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        if parts is None:
-            rules = ring_parts_of if has_ring(model, kernels) else parts_of
-            parts = quantized_parts_of if model.quantization is not None else tuned_or(rules)
-        self.parts_of = parts
+        usual = tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of
+        self.parts_of = parts or (usual if model.quantization is None else quantized_parts_of)
         self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
@@ -286,9 +285,9 @@ def ring_parts_of(rows: int, n: int, k: int) -> int:
 
 
 def quantized_parts_of(rows: int, n: int, k: int) -> int:
-    """Return the number of ranges of K for a quantised weight, of which the ring has half as many bytes."""
+    """Return the number of ranges of K for a quantised weight, for the ring."""
     programs = 4 if rows <= 16 else 2 if rows <= ring.MOST_ROWS else 1  # per multiprocessor, at most
-    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS)
+    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_PADDED))
 
 
 def tuned_or(parts: Parts) -> Parts:

@@ -1,0 +1,36 @@
+"""The benchmark of quantised weights: its record, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+from rosellm.bench.__main__ import main
+from rosellm.bench.formats import FORMATS, PLAIN
+from rosellm.models.loading import load_parts
+
+CPU = ["formats", "--device", "cpu", "--rows", "1,2", "--new-tokens", "3", "--turns", "1"]
+
+
+def test_the_record_has_speed_size_and_quality_of_every_format(tmp_path, capsys):
+    path = tmp_path / "formats.json"
+    assert main([*CPU, "--model", "rose-tiny-qwen3", "--windows", "2", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["figures"]
+    assert all(list(own) == list(FORMATS) for own in found["seconds"].values())
+    model, _ = load_parts("rose-tiny-qwen3", "cpu", "float32")
+    codes = model.config.n_layers * sum(n * k for n, k in model.config.shapes.values())
+    sizes = found["weight_bytes"]
+    assert sizes[PLAIN]["projections"] == 4 * codes
+    assert sizes[PLAIN]["projections"] + sizes[PLAIN]["others"] == 4 * model.config.n_parameters
+    quality = found["quality"]["formats"]
+    for form in ("fp8", "int8"):
+        assert codes < sizes[form]["projections"] < 1.03 * codes
+        assert sizes[form]["others"] == sizes[PLAIN]["others"]
+        assert 0 < quality[form]["kl"] < 0.1
+        assert abs(quality[form]["perplexity"] / quality[PLAIN]["perplexity"] - 1) < 0.05
+    assert quality[PLAIN]["kl"] == 0 and quality["int8"]["kl"] < quality["fp8"]["kl"]
+    assert "KL divergence" in capsys.readouterr().out
+
+
+def test_random_weights_have_no_quality(capsys):
+    assert main([*CPU, "--load-format", "dummy", "--windows", "1"]) == 2
+    assert "random weights have no quality" in capsys.readouterr().err
