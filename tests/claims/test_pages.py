@@ -327,6 +327,26 @@ def drafts_of_shipped_models(text: str) -> Claims:
     return list(zip(values, said_of_drafts(text, words), strict=True))
 
 
+def formats_tables(text: str) -> Claims:
+    """Weights of 8 bits: bytes and speed beside those of 16 bits, perplexity and KL divergence beside fp32."""
+    claims: Claims = []
+    for model, *cells in rows(text, "formats"):
+        figures = H200.by_model("formats")[model]["figures"]
+        found = [sum(figures["weight_bytes"][form].values()) / 1e9 for form in ("none", "fp8")]
+        assert figures["weight_bytes"]["fp8"] == figures["weight_bytes"]["int8"]
+        assert list(figures["seconds"]) == ["1", "8", "64"]
+        for s in figures["seconds"].values():
+            found += [median(s["none"]) / median(s[form]) for form in ("fp8", "int8")]
+        claims += zip(found, cells, strict=True)
+    for model, *cells in rows(text, "quality"):
+        quality = CPU.figures(f"formats-{model}", "quality", "formats")
+        found = [quality[form]["perplexity"] for form in ("none", "fp8", "int8")]
+        found += [1000 * quality[form]["kl"] for form in ("fp8", "int8")]
+        claims += zip(found, cells, strict=True)
+    said(" ".join(text.split()), "(whole runs of 256 tokens after one)")
+    return claims
+
+
 def host_of_w3(text: str) -> Claims:
     """How much longer W3 takes outside prefills and steps: more than half of what it takes longer."""
     runs = H200.figures("workloads_since", "gpt2", "W3")
@@ -459,6 +479,7 @@ CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
     "docs/performance.md": (
         *(floor_speed, steps_table, heads, rows_table, tuned_table, whole_runs, first_tokens, prompts_table),
         *(since_table, host_of_w3, verify_table, replayed_table, drafts_of_shipped_models),
+        formats_tables,
         *(cache_hints, algorithms, mixed_passes),
         *(single_streams, recorded_streams, trials),
     ),
@@ -475,7 +496,9 @@ def claimed(page: str) -> list[re.Match[str]]:
     """Every number of the page's tables, and every measured one in its sentences."""
     text, found = PAGES[page], []
     for table in re.finditer(
-        r"<!-- (?:results|steps|rows|since|verify|replayed|prompts) -->\n(.*?)<!-- /", text, re.DOTALL
+        r"<!-- (?:results|steps|rows|since|verify|replayed|formats|quality|prompts) -->\n(.*?)<!-- /",
+        text,
+        re.DOTALL,
     ):
         for line in re.finditer(r"^\|(?!---).*\|$", table[0], re.MULTILINE):
             cells = line[0].split("|")[3:] if "vLLM" not in line[0] and "µs" not in line[0] else []
