@@ -328,7 +328,7 @@ def drafts_of_shipped_models(text: str) -> Claims:
 
 
 def formats_tables(text: str) -> Claims:
-    """Weights of 8 bits: bytes and speed beside those of 16 bits, perplexity and KL divergence beside fp32."""
+    """Weights of 8 bits: bytes and speed beside those of 16 bits, perplexity and KL divergence."""
     claims: Claims = []
     for model, *cells in rows(text, "formats"):
         figures = H200.by_model("formats")[model]["figures"]
