@@ -25,7 +25,7 @@ from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
 
 # Trials use no filters, penalties or log-probabilities.
-UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens", "store_likely")
+UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens", "store_likely", "dequantize")
 NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
 BY_POSITION = {"gumbel_noise", "plan_attention"}  # the engine passes the operands by position
@@ -121,7 +121,7 @@ def check_kernel(
 def check_name(name: str, kernel: object) -> None:
     """Raise KernelError unless a kernel ``name`` exists that can be tried, and ``kernel`` is callable."""
     if name in UNTRIED:
-        raise KernelError(f"{name} serves requests with filters or penalties, which a trial does not run")
+        raise KernelError(f"{name} serves filters, penalties or quantised weights; trials have none")
     if name not in NAMES:
         raise KernelError(f"there is no kernel {name!r} to replace: there are {', '.join(NAMES)}")
     if not callable(kernel):

@@ -125,7 +125,7 @@ def test_bad_requests_are_refused_in_one_line():
     for wrong, error, message in (
         ({"base": "nothing"}, RecipeError, "rung 'nothing' is unknown"),
         ({"norm": my_norm}, KernelError, "no kernel 'norm' to replace: there are "),
-        ({"choose_filtered": my_norm}, KernelError, "serves requests with filters"),
+        ({"choose_filtered": my_norm}, KernelError, "serves filters, penalties or quantised weights"),
         ({"add_norm": None}, KernelError, "add_norm=None cannot be called"),
         ({"batch": 0}, ParameterError, "batch is 0"),
         ({"context": 600}, ParameterError, "exceed the model's 512"),
