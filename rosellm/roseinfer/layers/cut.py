@@ -136,7 +136,7 @@ def cut_layers(
     kernels = replace(kernels, add_norm=SUMS[all_reduce](model, kernels, ranks))
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
-    library = FusedLayers(model, LibraryProducts(model, activated, kernels.dequantize), kernels)
+    library = FusedLayers(model, LibraryProducts(model.blocks, activated), kernels)
     if gemm == "library":
         return lambda rows: library
     if kernels.name == "torch":

@@ -37,6 +37,7 @@ from rosellm.roseinfer.layers.products import (
     quantized_parts_of,
     ring_qkv_parts_of,
     tuned_or,
+    whole_blocks,
 )
 
 
@@ -172,7 +173,8 @@ def build_layers(
         return (lambda rows: plain,) * 2
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
-    library = FusedLayers(model, LibraryProducts(model, activated, kernels.dequantize), kernels)
+    blocks = whole_blocks(model, kernels.dequantize)
+    library = FusedLayers(model, LibraryProducts(blocks, activated), kernels)
     if gemm == "library":
         return (lambda rows: library,) * 2
     if kernels.name == "torch":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,43 +50,55 @@ class Products(Protocol):
 class LibraryProducts:
     """The four GEMMs by the vendor's library (cuBLAS on a GPU).
 
+    blocks: the model's blocks, or the result of :func:`whole_blocks`.
     activated: applies the projection ``up`` and its activation.
-    dequantize: ``kernels.dequantize``, which each call uses if weights are quantised.
     """
 
-    def __init__(self, model: Transformer, activated: Activated, dequantize: Callable[..., Tensor]) -> None:
-        self.blocks, self.activated = model.blocks, activated
-        self._dequantized: Callable[[Projection], DequantizedProjection] | None = None
-        if model.quantization is not None:
-            self._dequantized = partial(DequantizedProjection, dequantize=dequantize, dtype=model.dtype)
-
-    def _whole(self, projection: Projection) -> Any:
-        return projection if self._dequantized is None else self._dequantized(projection)
+    def __init__(self, blocks: Sequence[Block], activated: Activated) -> None:
+        self.blocks, self.activated = blocks, activated
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        return self._whole(self.blocks[layer].qkv)(x)
+        return self.blocks[layer].qkv(x)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self._whole(self.blocks[layer].out).weight.t())[None]
+        return (x @ self.blocks[layer].out.weight.t())[None]
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        return self.activated(self._whole(self.blocks[layer].up), x)
+        return self.activated(self.blocks[layer].up, x)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self._whole(self.blocks[layer].down).weight.t())[None]
+        return (x @ self.blocks[layer].down.weight.t())[None]
 
 
 class DequantizedProjection:
-    """A quantised projection whose weight has been dequantised, for one GEMM.
+    """A quantised projection whose weight is dequantised whenever it is read.
 
     dequantize, dtype: the kernel, and the dtype that it is asked for.
     """
 
     def __init__(self, projection: Projection, dequantize: Callable[..., Tensor], dtype: torch.dtype) -> None:
-        self.weight, self.bias = dequantize(weight=projection.weight, dtype=dtype), projection.bias
+        self._weight, self.bias = projection.weight, projection.bias
+        self._dequantize, self._dtype = dequantize, dtype
+
+    @property
+    def weight(self) -> Tensor:
+        return self._dequantize(weight=self._weight, dtype=self._dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+def whole_blocks(model: Transformer, dequantize: Callable[..., Tensor]) -> Sequence[Block]:
+    """Return the blocks of a model; if it is quantised, with projections that dequantise their weights.
+
+    dequantize: ``kernels.dequantize``.
+    """
+    if model.quantization is None:
+        return model.blocks
+    whole = partial(DequantizedProjection, dequantize=dequantize, dtype=model.dtype)
+    names = model.config.shapes
+    blocks = [SimpleNamespace(**{n: whole(getattr(block, n)) for n in names}) for block in model.blocks]
+    return cast(Sequence[Block], blocks)
 
 
 def activation_apart(config: Arch) -> Activated:
