@@ -71,6 +71,7 @@ class Arch:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = field(default=None, compare=False)
     family: str = "gpt2"
+    quantization: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self._check_sizes("vocab_size", "n_positions", "n_layers", "n_heads", "d_model")

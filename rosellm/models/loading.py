@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rosellm.errors import CheckpointError, DeviceError, describe
+from rosellm.errors import CheckpointError, DeviceError, OptionError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
@@ -114,7 +114,10 @@ def load_parts(
         model = str(checkpoint_folder(model))
     arch = arch_of(model, load_format)
     part.check(arch)
-    check_quantization(quantization, where, part.arch(arch))
+    stored = arch.quantization
+    if None not in (quantization, stored) and quantization != stored:
+        raise OptionError(f"quantization is {quantization!r}; the checkpoint has {stored!r} weights")
+    check_quantization(quantization or stored, where, part.arch(arch))
     load = dummy_model if load_format == "dummy" else load_model
     reader = load_tokenizer_of(model, load_format, tokenizer)
     gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part, quantization=quantization)

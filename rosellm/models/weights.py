@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -25,10 +26,11 @@ from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import DTYPE_NAMES, Arch
 from rosellm.models.checkpoint import SHIPPED_DRAFTS, SHIPPED_MODELS, checkpoint_folder, load_config
+from rosellm.models.compressed import copy_codes
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
-from rosellm.models.quantized import AnyWeight, full_weight
+from rosellm.models.quantized import AnyWeight, QuantizedWeight, full_weight
 from rosellm.models.shards import opened, shards_of
 
 NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # a layer's index in a parameter's name
@@ -44,7 +46,8 @@ def load_model(
 
     model: a shipped model's name, a folder or a hub id.
     part: the part of the weights to load.
-    quantization: the format to which the layers' weights are quantised, one tensor at a time, or None.
+    quantization: the format to which the layers' weights are quantised, one tensor at a time, or None. A
+        quantised checkpoint keeps its own.
 
     Raises ``CheckpointError`` if the checkpoint is missing, corrupt, not supported or too large.
     """
@@ -53,6 +56,7 @@ def load_model(
     holders = _holders(shards, FAMILIES[config.family].prefix)
     _check_extent(config, shards, folder)
     config = replace(config, tie_embeddings=config.tie_embeddings and _is_tied(config, holders))
+    quantization = config.quantization or quantization
     _check_memory(part.arch(config), device, dtype, quantization)
     gpt = Transformer.allocate(config, device, dtype, part, quantization)
     _copy_weights(gpt, holders, folder)
@@ -74,6 +78,7 @@ def dummy_model(
     quantization: as in :func:`load_model`.
     """
     config = dummy_shape(model)
+    quantization = config.quantization or quantization
     _check_memory(part.arch(config), device, dtype, quantization)
     return Transformer.allocate(config, device, dtype, part, quantization).initialise(seed)
 
@@ -204,12 +209,28 @@ def _is_tied(config: Arch, holders: Holders) -> bool:
 def _copy_weights(gpt: Transformer, holders: Holders, folder: Path) -> None:
     prefix = FAMILIES[gpt.config.family].prefix
     wanted = {place.name.removeprefix(prefix): place for place in places(gpt)}
-    if missing := [place.name for short, place in wanted.items() if short not in holders]:
+    codes = {short: _codes(short, holders) for short, one in wanted.items() if _has_codes(one, gpt)}
+    names = {short: codes.get(short, [short]) for short in wanted}
+    if missing := [wanted[short].name for short, own in names.items() if not holders.keys() >= set(own)]:
         raise CheckpointError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
     is_small = gpt.config.n_parameters < PROGRESS_FROM
     for short, place in tqdm(wanted.items(), desc="weights", unit=" tensors", disable=is_small):
-        file, name = holders[short]
-        _copy(place, file.get_tensor(name))
+        values = [file.get_tensor(name) for file, name in map(holders.__getitem__, names[short])]
+        if short in codes:
+            kinds = [one.rpartition(".")[2] for one in codes[short]]
+            copy_codes(cast(QuantizedWeight, place.rows), place.name, dict(zip(kinds, values, strict=True)))
+        else:
+            _copy(place, values[0])
+
+
+def _has_codes(place: Place, gpt: Transformer) -> bool:
+    return isinstance(place.rows, QuantizedWeight) and gpt.whole.quantization is not None
+
+
+def _codes(name: str, holders: Holders) -> list[str]:
+    """Return the names of the tensors that hold the quantised weight ``name``."""
+    is_packed = f"{name}_packed" in holders
+    return [f"{name}_packed", f"{name}_scale", f"{name}_shape"] if is_packed else [name, f"{name}_scale"]
 
 
 def _copy(place: Place, value: Tensor) -> None:

@@ -145,7 +145,7 @@ def check_ranks(
     _check_count(n_ranks)
     if n_ranks == 1:
         return
-    if load.quantization is not None:
+    if load.quantization or arch_of(load.model, load.load_format).quantization:
         raise OptionError("weights are quantised on one GPU; leave out quantization or tensor_parallel_size")
     device = resolve_device(load.device)
     if device.type == "cuda" and n_ranks > torch.cuda.device_count():

@@ -54,7 +54,8 @@ SHAPES = [
     ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported; only 'silu'"),
     *(({"eos_token_id": bad}, "eos_token_id is", "token id") for bad in ("</s>", [1, 2.0], -1)),
     ({"dtype": ["float16"]}, "dtype ['float16'] is not supported; float32"),
-    ({"quantization_config": {}}, "the checkpoint is quantised"),
+    ({"quantization_config": {}}, "quantization_config of None is not supported; compressed-tensors with"),
+    ({"quantization_config": "awq"}, "quantization_config of 'awq' is not supported"),
     ({"hidden_size": None}, "config.json lacks hidden_size"),
     ({"head_dim": 10**4000}, "an integer of 13288 bits"),
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 
 from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
+from rosellm.models.compressed import stored_format
 from rosellm.models.families import gpt2, llama, mistral, phi3, qwen2, qwen3
 from rosellm.models.families.family import Config, Family
 
@@ -25,9 +27,11 @@ def read_arch(config: Config) -> Arch:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type {describe(kind)} is not supported; {', '.join(FAMILIES)} are")
-    if config.get("quantization_config") is not None:
-        raise CheckpointError("the checkpoint is quantised, as quantization_config says; use one that is not")
-    return FAMILIES[kind].read(config)
+    arch = FAMILIES[kind].read(config)
+    form = stored_format(config)
+    if form is not None and FAMILIES[kind].transposed:
+        raise CheckpointError(f"quantised checkpoints of model_type {kind!r} are not supported")
+    return arch if form is None else replace(arch, quantization=form)
 
 
 def write_arch(arch: Arch) -> Config:
