@@ -203,6 +203,8 @@ FAULTS = (
           "self.blocks.copy_everywhere = partial", "_ = partial"),
     Fault("texts sent late", "planner.py", "test_speculative.py",
           "if start or not most)", "if start and not most)"),
+    Fault("drafts of a row with min_tokens", "planner.py", "test_speculative.py",
+          "if start or not most)", "if start)"),
     Fault("slots of drafts", "planner.py", "test_speculative.py",
           "n_drafts).room <= n_drafts", "n_drafts).room <= 0"),
     Fault("two boxes", "ring_attention.py", "kernels/test_attention.py",

@@ -53,16 +53,11 @@ class QuantizedWeight:
     def copy_(self, weight: Tensor) -> QuantizedWeight:
         """Quantise a weight ``[N, K]``; the largest weight of a row gets the largest code. Return self."""
         wide = weight.to(self.codes.device, torch.float32)
-        largest = wide.abs().amax(dim=1)
-        self.scales.copy_(torch.where(largest == 0, 1.0, largest / LARGEST[self.dtype]))
+        scales = wide.abs().amax(dim=1) / LARGEST[self.dtype]
+        self.scales.copy_(scales.clamp_min(torch.finfo(torch.float32).tiny))
         codes = packed(wide / self.scales[:, None])
         self.codes.copy_(codes.round_() if self.dtype == torch.int8 else codes)
         return self
-
-    def aminmax(self) -> tuple[Tensor, Tensor]:
-        """Return the extremes of the scales, which are finite if all weights are."""
-        low, high = self.scales.aminmax()
-        return low, high
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[N, K]`` in a floating-point dtype."""

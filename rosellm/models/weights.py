@@ -218,9 +218,10 @@ def _copy_weights(gpt: Transformer, holders: Holders, folder: Path) -> None:
         values = [file.get_tensor(name) for file, name in map(holders.__getitem__, names[short])]
         if short in codes:
             kinds = [one.rpartition(".")[2] for one in codes[short]]
-            copy_codes(cast(QuantizedWeight, place.rows), place.name, dict(zip(kinds, values, strict=True)))
+            stored = dict(zip(kinds, values, strict=True))
+            copy_codes(cast(QuantizedWeight, place.rows), place.name, stored, gpt.dtype)
         else:
-            _copy(place, values[0])
+            _copy(place, values[0], gpt.dtype)
 
 
 def _has_codes(place: Place, gpt: Transformer) -> bool:
@@ -233,18 +234,22 @@ def _codes(name: str, holders: Holders) -> list[str]:
     return [f"{name}_packed", f"{name}_scale", f"{name}_shape"] if is_packed else [name, f"{name}_scale"]
 
 
-def _copy(place: Place, value: Tensor) -> None:
+def _copy(place: Place, value: Tensor, dtype: torch.dtype) -> None:
     if dtype_name(value.dtype) not in DTYPE_NAMES:
         known = ", ".join(DTYPE_NAMES)
         raise CheckpointError(f"{place.name} is stored as {dtype_name(value.dtype)}; use {known}")
     if value.shape != place.shape:
         shape, wanted = list(value.shape), list(place.shape)
         raise CheckpointError(f"{place.name} has shape {shape}; the config asks for {wanted}")
-    place.rows.copy_(place.cut(place.stored(value)))
-    extremes = torch.stack(place.rows.aminmax())  # NaN if any value is; unlike isfinite it needs no memory
+    rows = place.cut(place.stored(value))
+    if isinstance(place.rows, QuantizedWeight):
+        rows = rows.to(dtype)
+        place.rows.copy_(rows)
+    else:
+        rows = place.rows.copy_(rows)
+    extremes = torch.stack(rows.aminmax())  # NaN if any value is; unlike isfinite it needs no memory
     if not extremes.isfinite().all():
-        dtype = dtype_name(place.rows.dtype)
-        raise CheckpointError(f"{place.name} holds values that are not finite in {dtype}")
+        raise CheckpointError(f"{place.name} holds values that are not finite in {dtype_name(dtype)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(folder, way):
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight_scale"
     for wrong, words in (
-        (tensors[name] * float("inf"), "scales that are not above 0"),
+        (tensors[name] * float("inf"), "up_proj.weight holds values that are not finite in float32"),
         (-tensors[name], "scales that are not above 0"),
         (tensors[name][:5], "with 5 scales"),
         (None, "lacks 1 tensors, the first is model.layers.1.mlp.up_proj.weight"),

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import DeviceError, OptionError, RoseError
+from rosellm.errors import CheckpointError, DeviceError, OptionError, RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
 from rosellm.models.quantized import CODES
-from rosellm.models.weights import dummy_model
+from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_prompts
 from tests.roseinfer.ranks import tokens_of
@@ -82,3 +82,17 @@ def test_inputs_that_are_no_multiple_of_64_and_an_old_gpu_are_refused(monkeypatc
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(DeviceError, match="'fp8' needs a GPU of compute capability 8.9"):
         load_parts("gpt2", load_format="dummy", quantization="fp8")
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_weights_are_refused_that_the_models_dtype_cannot_hold_and_tiny_ones_are_not(form, tmp_path):
+    model, tokenizer = load_parts("rose-tiny", "cpu", "float32")
+    model.blocks[0].out.weight.data[3] = 0
+    model.blocks[0].out.weight.data[3, 0] = 1e-44
+    save_model(model, tmp_path, torch.float32)
+    small, _ = load_parts(str(tmp_path), "cpu", "float32", quantization=form, tokenizer="rose-tiny")
+    assert small.blocks[0].out.weight.dequantized()[3].abs().max() < 1e-37
+    model.blocks[0].up.weight.data[0, 0] = 7e4
+    save_model(model, tmp_path, torch.float32)
+    with pytest.raises(CheckpointError, match="c_fc.weight holds values that are not finite in float16"):
+        load_parts(str(tmp_path), "cpu", "float16", quantization=form, tokenizer="rose-tiny")

@@ -375,10 +375,19 @@ def test_a_request_without_drafts_leaves_the_keys_of_others_as_they_are():
     """Its rows would be cached in the first block: it has no slots for drafts."""
     model, first = model_of("gpt2"), random_prompts([30], seed=6)[0]
     engine = draft_engine(model, model, 7, prefix_cache=True)
-    counts = accepting(engine)
+    counts, worker = accepting(engine), engine.step.worker
     run(engine, [first], wishes(["greedy"], 4))
     late = SamplingParams(max_tokens=40, min_tokens=40, ignore_eos=True)
+    propose, wanted = worker.drafting.propose, []
+
+    def noted(**given):
+        if (given["state"].positions >= 0).sum() == 2:
+            wanted.append(sorted(given["texts"].wants_drafts[:2].tolist()))
+        propose(**given)
+
+    worker.drafting = worker.drafting._replace(propose=noted)
     run(engine, random_prompts([7, 7], seed=7), [late, *wishes(["greedy"])])
+    assert wanted and all(one == [0, 1] for one in wanted)
     counts.clear()
     run(engine, [first], wishes(["greedy"], 40))
     assert counts and all((n == 8).all() for n in counts)
