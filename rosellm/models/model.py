@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rosellm.errors import OptionError
 from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.part import ALIGNMENT, WHOLE, Part
@@ -177,8 +178,10 @@ class Transformer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
         """Move or cast the model; restore the padding rows after embedding and head, and rebuild ``cos_sin``.
 
-        ``cos_sin`` is always fp32.
+        ``cos_sin`` is always fp32. Raises ``OptionError`` if the model is quantised.
         """
+        if self.quantization is not None:
+            raise OptionError("a quantised model cannot be moved or cast; load it again")
         super()._apply(fn, recurse)
         for module in (self.token_embedding, self.lm_head):
             weight = module.weight.data

@@ -86,12 +86,6 @@ def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWe
     return QuantizedWeight(codes, torch.ones(n, device=device))
 
 
-def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-    """Return a weight ``[N, K]`` quantised. form: a key of ``CODES``."""
-    n, k = weight.shape
-    return empty_weight(n, k, form, weight.device).copy_(weight)
-
-
 def full_weight(weight: AnyWeight) -> Tensor:
     """Return a weight as a tensor, dequantised to fp32 if it is quantised."""
     return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight

@@ -92,6 +92,8 @@ def test_weights_are_refused_that_the_models_dtype_cannot_hold_and_tiny_ones_are
     save_model(model, tmp_path, torch.float32)
     small, _ = load_parts(str(tmp_path), "cpu", "float32", quantization=form, tokenizer="rose-tiny")
     assert small.blocks[0].out.weight.dequantized()[3].abs().max() < 1e-37
+    with pytest.raises(OptionError, match="a quantised model cannot be moved or cast"):
+        small.half()
     model.blocks[0].up.weight.data[0, 0] = 7e4
     save_model(model, tmp_path, torch.float32)
     with pytest.raises(CheckpointError, match="c_fc.weight holds values that are not finite in float16"):

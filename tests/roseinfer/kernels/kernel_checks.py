@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import QuantizedWeight, empty_weight
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, Kernels
 from tests.helpers import DTYPES, INTERPRETED, ON_GPU, TRITON_DEVICES, bits
 
@@ -58,6 +59,11 @@ def far_apart(rows: Tensor) -> Tensor:
     memory = mmap(-1, n_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS | kept_free)
     every = torch.frombuffer(memory, dtype=rows.dtype)[2**31 :]
     return every.as_strided(rows.shape, (STRIDE, *rows[0].stride())).copy_(rows)
+
+
+def quantized(weight: Tensor, form: str) -> QuantizedWeight:
+    """A weight ``[N, K]`` in 8 bits; form: a key of ``CODES``."""
+    return empty_weight(*weight.shape, form, weight.device).copy_(weight)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import CODES, quantized
+from rosellm.models.quantized import CODES
 from rosellm.roseinfer.kernels.few_rows import FewRowsShape, NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of, some_rows_linear_ref
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -127,10 +127,10 @@ def test_products_of_quantised_weights_equal_the_spec(shape, form, device, dtype
     rows, k = (1, 16, 1, 5)[turn], (192, 128, 1024, 320)[turn]
     for options in ((), ("rms", "swiglu"), ("residual", "no bias")):
         case = make_case(rows, 42, k, options, dtype, device)
-        case["weight"] = quantized(case["weight"], form)
+        case["weight"] = check.quantized(case["weight"], form)
         assert_few_rows_equal_spec(case, **chosen)
     case = make_case(20, 42, k, (), dtype, device)
-    case["weight"] = quantized(case["weight"], form)
+    case["weight"] = check.quantized(case["weight"], form)
     check.assert_equals_spec("some_rows_linear", products_of(case, 1))
 
 
@@ -143,7 +143,7 @@ def test_a_quantised_weight_is_nearest_among_the_codes_times_the_scale_of_its_ro
     codes = codes.float()[codes.float().isfinite()].sort().values
     scales = weight.abs().amax(1).double() / codes.max()
     nearest = (weight.double()[:, :, None] - scales[:, None, None] * codes).abs().amin(2)
-    found = kernels.dequantize(weight=quantized(weight.to(device), form), dtype=torch.float32).cpu()
+    found = kernels.dequantize(weight=check.quantized(weight.to(device), form), dtype=torch.float32).cpu()
     assert ((found - weight).abs() <= nearest + 1e-4 * scales[:, None]).all()
 
 

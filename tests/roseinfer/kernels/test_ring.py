@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from rosellm.models.quantized import GROUP, quantized
+from rosellm.models.quantized import GROUP
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
-from tests.roseinfer.kernels.kernel_checks import HOPPER, assert_near
+from tests.roseinfer.kernels.kernel_checks import HOPPER, assert_near, quantized
 
 ACTIVATIONS = "none", "gelu", "swiglu"
 
