@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import CheckpointError, describe
-from rosellm.models.quantized import CODES, QuantizedWeight, packed
+from rosellm.models.quantized import CODES, QuantizedWeight
 
 STORED = {"float-quantized": "fp8", "int-quantized": "int8", "pack-quantized": "int8"}
 SUPPORTED = "compressed-tensors with 8-bit weights and one scale per output or tensor, for all layers, is"
@@ -78,5 +78,5 @@ def copy_codes(weight: QuantizedWeight, name: str, stored: dict[str, Tensor], dt
     if not (codes.float().abs().amax(1) * scales <= torch.finfo(dtype).max).all():  # nor if any is NaN
         kind = str(dtype).removeprefix("torch.")
         raise CheckpointError(f"{name} holds values that are not finite in {kind}")
-    weight.codes.copy_(packed(codes))
+    weight.codes.copy_(codes)
     weight.scales.copy_(scales.expand(len(weight)))

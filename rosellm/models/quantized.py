@@ -1,13 +1,14 @@
 """Weights of 8 bits: one code per weight, and one scale per output.
 
 A weight is its code times its row's scale, rounded to nearest. Codes are floating-point numbers of 8 bits
-with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). Activations keep
-the model's dtype, which holds all codes exactly; kernels multiply sums by scales.
+with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). GEMMs multiply
+codes, by activations in the model's dtype or by codes of activations, and their sums by scales.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,16 @@ from rosellm.models.arch import Arch
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # codes
 FP8_FROM = (8, 9)  # compute capability
-GROUP = 64  # inputs
+FINER = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}  # a code of one digit divided by one of the next
+MULTIPLE = 16  # of inputs and outputs
 QUANTIZATION = "quantise the weights of all layers to 8 bits"
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight ``[N, K]`` of 8 bits; K is a multiple of ``GROUP``.
+    """A weight ``[N, K]`` of 8 bits.
 
-    codes: ``[N, K]`` in a dtype of ``CODES``, in the order of :func:`packed`.
+    codes: ``[N, K]`` in a dtype of ``CODES``.
     scales: ``[N]`` fp32.
     """
 
@@ -53,31 +55,81 @@ class QuantizedWeight:
     def copy_(self, weight: Tensor) -> QuantizedWeight:
         """Quantise a weight ``[N, K]``; the largest weight of a row gets the largest code. Return self."""
         wide = weight.to(self.codes.device, torch.float32)
-        scales = wide.abs().amax(dim=1) / LARGEST[self.dtype]
-        self.scales.copy_(scales.clamp_min(torch.finfo(torch.float32).tiny))
-        codes = packed(wide / self.scales[:, None])
-        self.codes.copy_(codes.round_() if self.dtype == torch.int8 else codes)
+        self.scales.copy_(scales_of(wide, self.dtype))
+        self.codes.copy_(nearest(wide / self.scales[:, None], self.dtype))
         return self
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[N, K]`` in a floating-point dtype."""
-        return (unpacked(self.codes.float()) * self.scales[:, None]).to(dtype)
+        return (self.codes.float() * self.scales[:, None]).to(dtype)
+
+
+class RowFormat(NamedTuple):
+    """A format of quantised activations. name: a key of ``CODES``. digits: codes per element, 1 or 2."""
+
+    name: str
+    digits: int
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations ``[M, K]`` as codes of 8 bits, for GEMMs that multiply codes by codes.
+
+    An element is its row's scale times ``code[0] + code[1] / FINER``: the second of its codes, its digits, is
+    the rest that the first leaves. With one digit, an element is rounded as a weight is; with two, about as
+    in bf16 ("fp8") or more finely ("int8").
+
+    codes: ``[M, digits, K]`` in a dtype of ``CODES``.
+    scales: ``[M]`` fp32.
+    dtype: the dtype of the activations, and of results.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, form: RowFormat) -> QuantizedRows:
+        """Quantise x ``[M, K]``."""
+        dtype = CODES[form.name]
+        scales = scales_of(x.float(), dtype)
+        left, codes = x.float() / scales[:, None], []
+        for _ in range(form.digits):
+            codes.append(nearest(left, dtype).to(dtype))
+            left = (left - codes[-1].float()) * FINER[dtype]
+        return cls(torch.stack(codes, dim=1), scales, x.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[2]
+
+    @property
+    def digits(self) -> int:
+        return self.codes.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def dequantized(self) -> Tensor:
+        """Return the activations ``[M, K]`` in fp32."""
+        digits = range(self.digits)
+        wide = sum(self.codes[:, d].float() / FINER[self.codes.dtype] ** d for d in digits)
+        return wide * self.scales[:, None]
 
 
 AnyWeight = Tensor | QuantizedWeight
+AnyRows = Tensor | QuantizedRows
 
 
-def packed(codes: Tensor) -> Tensor:
-    """Return codes ``[N, K]`` in the order in which a thread of a GEMM on tensor cores needs them.
-
-    Of each ``GROUP`` inputs, a thread multiplies 16, two of every 8, which become adjacent.
-    """
-    return codes.unflatten(1, (-1, 4, 2, 4, 2)).permute(0, 1, 4, 2, 3, 5).flatten(1)
+def scales_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of each row of x ``[M, K]`` fp32, for codes of a dtype."""
+    scales = x.abs().amax(dim=1) / LARGEST[dtype]
+    return scales.clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def unpacked(codes: Tensor) -> Tensor:
-    """Return codes ``[N, K]`` in the order of the inputs."""
-    return codes.unflatten(1, (-1, 4, 4, 2, 2)).permute(0, 1, 3, 4, 2, 5).flatten(1)
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x so that a cast to a dtype of ``CODES`` rounds to nearest: torch truncates to integers."""
+    return x.round() if dtype == torch.int8 else x
 
 
 def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWeight:
@@ -86,9 +138,9 @@ def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWe
     return QuantizedWeight(codes, torch.ones(n, device=device))
 
 
-def full_weight(weight: AnyWeight) -> Tensor:
-    """Return a weight as a tensor, dequantised to fp32 if it is quantised."""
-    return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+def full(x: AnyWeight | AnyRows) -> Tensor:
+    """Return a weight or rows as a tensor, dequantised to fp32 if they are quantised."""
+    return x if isinstance(x, Tensor) else x.dequantized()
 
 
 def parts_of_weight(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -124,8 +176,7 @@ def check_quantization(form: str | None, device: torch.device, arch: Arch | None
         raise OptionError(f"quantization {describe(form)} is unknown; use {', '.join(map(repr, CODES))}")
     if form == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_FROM:
         raise DeviceError("quantization 'fp8' needs a GPU of compute capability 8.9 or later; use 'int8'")
-    for name, (_, k) in arch.shapes.items() if arch is not None else ():
-        if k % GROUP:
-            raise OptionError(
-                f"quantization {form!r} needs inputs in multiples of {GROUP}; {name!r} of this model has {k}"
-            )
+    for name, (n, k) in arch.shapes.items() if arch is not None else ():
+        if n % MULTIPLE or k % MULTIPLE:
+            size = f"{name!r} of this model is {n} x {k}"
+            raise OptionError(f"quantization {form!r} needs sizes in multiples of {MULTIPLE}; {size}")

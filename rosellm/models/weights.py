@@ -30,7 +30,7 @@ from rosellm.models.compressed import copy_codes
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
-from rosellm.models.quantized import AnyWeight, QuantizedWeight, full_weight
+from rosellm.models.quantized import AnyWeight, QuantizedWeight, full
 from rosellm.models.shards import opened, shards_of
 
 NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # a layer's index in a parameter's name
@@ -102,8 +102,7 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        one.name: one.stored(full_weight(one.rows).detach()).to("cpu", dtype).contiguous()
-        for one in places(gpt)
+        one.name: one.stored(full(one.rows).detach()).to("cpu", dtype).contiguous() for one in places(gpt)
     }
     with replacing(folder / "model.safetensors") as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})

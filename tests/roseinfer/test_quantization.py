@@ -73,10 +73,10 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(options, error, words):
         LLM("rose-tiny", device="cpu", **options)
 
 
-def test_inputs_that_are_no_multiple_of_64_and_an_old_gpu_are_refused(monkeypatch):
-    narrow = replace(KNOWN_SHAPES["gpt2"], d_ff=96, n_layers=1)
+def test_sizes_that_are_no_multiple_of_16_and_an_old_gpu_are_refused(monkeypatch):
+    narrow = replace(KNOWN_SHAPES["gpt2"], d_ff=100, n_layers=1)
     monkeypatch.setitem(KNOWN_SHAPES, "narrow", narrow)
-    with pytest.raises(OptionError, match="multiples of 64; 'down' of this model has 96"):
+    with pytest.raises(OptionError, match="multiples of 16; 'up' of this model is 100 x 768"):
         load_parts("narrow", "cpu", load_format="dummy", quantization="int8")
     monkeypatch.setattr("rosellm.models.loading.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))

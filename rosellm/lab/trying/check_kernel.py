@@ -25,7 +25,7 @@ from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
 
 # Trials use no filters, penalties or log-probabilities.
-UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens", "store_likely", "dequantize")
+UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens", "store_likely", "quantize", "dequantize")
 NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
 BY_POSITION = {"gumbel_noise", "plan_attention"}  # the engine passes the operands by position

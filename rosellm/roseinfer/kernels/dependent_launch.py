@@ -2,10 +2,13 @@
 
 Launched with ``launch_pdl=True``, a kernel may start once every program of its predecessor has called
 :func:`launch_dependents` or exited. What it does before :func:`wait_for_predecessor` overlaps with the
-predecessor; after that call, all of the predecessor's writes are visible. Every kernel of a chain waits
-before it releases its successor. When a kernel starts, all kernels before its predecessor have thus ended.
-Before the wait, a kernel may read what those kernels wrote, but it must neither read what its predecessor
-writes, nor write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+predecessor; after that call, all of the predecessor's writes are visible. A kernel of a chain waits before it
+releases its successor. When a kernel starts, all kernels before its predecessor have thus ended. Before the
+wait, a kernel may read what those kernels wrote, but it must neither read what its predecessor writes, nor
+write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+
+The norm and the quantisation, though, release their successor first. It is a GEMM or the head, which reads
+nothing before its wait but weights and temperatures, and so has more time to load them.
 """
 
 from __future__ import annotations

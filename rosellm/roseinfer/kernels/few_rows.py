@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import AnyWeight, full_weight, parts_of_weight
+from rosellm.models.quantized import AnyWeight, full, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import (
     Activation,
     activated,
     activated_ref,
     fitting_stages,
-    input_of,
     output_width,
     weight_rows,
 )
@@ -58,8 +57,6 @@ class NormPrologue(NamedTuple):
 
 class FewRowsShape(NamedTuple):
     """The tiling of a GEMM for few rows; a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
-
-    With quantised weights, SLICES x BLOCK_K must be a multiple of ``quantized.GROUP``.
 
     block_n: weight rows per program.
     slices: slices of a chunk along K, computed by different warps. With one row of x, weight rows are spread
@@ -106,7 +103,7 @@ def few_rows_linear_ref(
     without the mean for RMSNorm.
     """
     wide = x.float()
-    y = (wide if norm is None else wide * norm.scale.float()) @ full_weight(weight).float().t()
+    y = (wide if norm is None else wide * norm.scale.float()) @ full(weight).float().t()
     y = y if norm is None else normed_ref(y, wide, norm)
     y = activated_ref(y if bias is None else y + bias.float(), activation)
     if residual is None:
@@ -290,15 +287,13 @@ def _few_rows_kernel(
     if BLOCK_M == 1:
         inner = tl.arange(0, STEP)[None, :]
         weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
-        k = input_of(inner, w_scales_ptr is not None)
-        x_place = tl.broadcast_to(x_ptr + k, (ACROSS, STEP))
-        scale_place = tl.broadcast_to(scale_ptr + k, (ACROSS, STEP))
+        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, STEP))
+        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, STEP))
     else:
         inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
         weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
-        k = input_of(inner, w_scales_ptr is not None)
-        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + k
-        scale_place = scale_ptr + k
+        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + inner
+        scale_place = scale_ptr + inner
     weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
     scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
     if w_scales_ptr is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import AnyWeight, full_weight, parts_of_weight
+from rosellm.models.quantized import AnyRows, AnyWeight, QuantizedRows, full, parts_of_weight
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.tile_tables import best
@@ -40,7 +40,7 @@ def activated_ref(y: Tensor, activation: Activation) -> Tensor:
 
 def some_rows_linear_ref(
     *,
-    x: Tensor,
+    x: AnyRows,
     weight: AnyWeight,
     bias: Tensor | None = None,
     activation: Activation = "none",
@@ -48,8 +48,8 @@ def some_rows_linear_ref(
 ) -> Tensor:
     """Compute ``f(x @ weight.T + bias)``, or ``parts`` partial sums (torch reference).
 
-    x: ``[M, K]``.
-    weight: ``[N, K]``, or a ``QuantizedWeight``.
+    x: ``[M, K]``, or ``QuantizedRows``.
+    weight: ``[N, K]``, or a ``QuantizedWeight``, which quantised rows require.
     bias: ``[N]``, or None; the first of several partial sums includes it.
     activation: f, which is "none", "gelu" (tanh form), or "swiglu".
     parts: number of equal ranges into which K is split (split-K). Above 1, activation must be "none".
@@ -57,11 +57,11 @@ def some_rows_linear_ref(
     The result is ``[M, N]`` in x's dtype, or ``[M, N / 2]`` for "swiglu". With several parts, it is
     ``[parts, M, N]`` fp32: one GEMM per range of K, which the consumer adds up.
     """
-    weight = full_weight(weight)
+    wide, weight = full(x).float(), full(weight).float()
     if parts == 1:
-        y = x.float() @ weight.float().t()
+        y = wide @ weight.t()
         return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
-    ranges = zip(x.float().chunk(parts, dim=1), weight.float().chunk(parts, dim=1), strict=True)
+    ranges = zip(wide.chunk(parts, dim=1), weight.chunk(parts, dim=1), strict=True)
     sums = torch.stack([a @ w.t() for a, w in ranges])
     if bias is not None:
         sums[0] += bias.float()
@@ -154,24 +154,15 @@ def activated(y, M: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def input_of(place, PACKED: tl.constexpr):
-    """Return the index along K of each place in a weight's rows; PACKED as by ``quantized.packed``."""
-    if PACKED:
-        place = place // 64 * 64 + place // 4 % 4 * 16 + place // 2 % 2 * 8 + place // 16 % 4 * 2 + place % 2
-    return place
-
-
-@triton.jit
 def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr = False,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the fp32 product of x's rows and a tile's weight rows, over WIDTH elements of K from ``begin``.
 
     rows: the rows of x.
     held_rows: which of them exist; 0 is used for the rest.
-    columns: the weight rows; 0 is used for those from N on.
-    PACKED: whether the weight consists of packed codes, whose scales are applied later.
+    columns: the weight rows, or rows of codes; 0 is used for those from N on.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -179,9 +170,7 @@ def tile_product(
         inner = begin + first + k
         held = first + k < WIDTH
         x = tl.load(
-            x_ptr + rows[:, None] * K + input_of(inner, PACKED)[None, :],
-            mask=held_rows[:, None] & held[None, :],
-            other=0.0,
+            x_ptr + rows[:, None] * K + inner[None, :], mask=held_rows[:, None] & held[None, :], other=0.0
         )
         w = tl.load(
             weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
@@ -256,9 +245,8 @@ def _some_rows_kernel(
     launch_dependents(DEPENDENT)
     if x_tiles is None:
         acc = tile_product(
-            x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K,
-            scales_ptr is not None,
-        )  # fmt: skip
+            x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         if scales_ptr is not None:
             acc *= tl.load(scales_ptr + w_rows, mask=w_rows < N, other=0.0)[None, :]
         if BIAS:
@@ -326,9 +314,11 @@ def some_rows_linear(
     return out
 
 
-def tile_of(x: Tensor, weight: AnyWeight, activation: str, parts: int) -> Shape | None:
+def tile_of(x: AnyRows, weight: AnyWeight, activation: str, parts: int) -> Shape | None:
     """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
     rows, (n, k) = len(x), weight.shape
+    if isinstance(x, QuantizedRows):
+        return None
     can_tune = ring.runs_on(x.device, x.dtype) and isinstance(weight, Tensor)
     tuned = choice_of(rows, n, k, activation) if can_tune else None
     if tuned is not None and tuned.parts == parts:

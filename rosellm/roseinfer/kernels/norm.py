@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.quantized import AnyRows, QuantizedRows, RowFormat
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import silu
+from rosellm.roseinfer.kernels.quantize import empty_rows, store_codes
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_kernel": "elementwise"}
@@ -31,7 +36,8 @@ def add_norm_ref(
     scale: Tensor,
     shift: Tensor | None,
     eps: float,
-) -> Tensor:
+    form: RowFormat | None = None,
+) -> Any:
     """Add ``sum(delta) + bias`` to x in place, and return the norm of x (reference, in fp32 arithmetic).
 
     x: ``[M, C]``.
@@ -40,6 +46,7 @@ def add_norm_ref(
     scale: ``[C]``.
     shift: ``[C]`` for LayerNorm; None for RMSNorm (Zhang & Sennrich 2019).
     eps: added to the variance.
+    form: the format to which the norm is quantised, or None.
 
     The norm, ``[M, C]`` in x's dtype, is that of the updated x, rounded to its dtype.
     """
@@ -47,8 +54,10 @@ def add_norm_ref(
         added = delta.float().sum(dim=0)
         x.copy_(x.float() + (added if bias is None else added + bias.float()))
     if shift is None:
-        return F.rms_norm(x.float(), x.shape[1:], scale.float(), eps).to(x.dtype)
-    return F.layer_norm(x.float(), x.shape[1:], scale.float(), shift.float(), eps).to(x.dtype)
+        out = F.rms_norm(x.float(), x.shape[1:], scale.float(), eps)
+    else:
+        out = F.layer_norm(x.float(), x.shape[1:], scale.float(), shift.float(), eps)
+    return out.to(x.dtype) if form is None else replace(QuantizedRows.of(out, form), dtype=x.dtype)
 
 
 def silu_mul_ref(*, x: Tensor) -> Tensor:
@@ -108,17 +117,21 @@ def normed(x, inside, scale, shift, eps, C: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _add_norm_kernel(
-    x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M,
+    x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, out_scales_ptr, eps, M,
     C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
+    SHIFT: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums and the bias to one row of x per program, and normalise the row."""
+    """Add the partial sums and the bias to one row of x per program, and normalise the row.
+
+    DIGITS: the number of codes per element of the result; 0 if it is not quantised.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
     scale, shift, added = load_affine(scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH, SHIFT, BIAS)
+    launch_dependents(DEPENDENT)  # the GEMM that follows may load its first weights while this waits
     wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
     x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
@@ -127,7 +140,11 @@ def _add_norm_kernel(
         tl.store(x_ptr + row * C + c, rounded, mask=inside)
         x = rounded.to(tl.float32)
     out = normed(x, inside, scale, shift, eps, C, SHIFT)
-    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if DIGITS > 0:
+        out = tl.where(inside, out, 0.0)
+        store_codes(out, out_ptr, out_scales_ptr, row, c, inside, C, DIGITS, LARGEST, FINER)
+    else:
+        tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -164,18 +181,26 @@ def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Ten
     return out
 
 
-def add_norm(*, x, delta=None, bias=None, scale, shift, eps, dependent: int = False) -> Tensor:
+def add_norm(
+    *, x, delta=None, bias=None, scale, shift, eps, form: RowFormat | None = None, dependent: int = False
+) -> Any:
     """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous."""
     rows, width = x.shape
-    out = x.new_empty(rows, width)
+    constants: dict[str, float] = {"DIGITS": 0, "LARGEST": 0.0, "FINER": 0.0}
+    out: AnyRows = x.new_empty(rows, width)
+    codes, scales = out, x
+    if form is not None:
+        out, constants = empty_rows(x, width, form)
+        codes, scales = out.codes, out.scales
     padded = next_power_of_2(width)
     parts = 0 if delta is None else len(delta)
     given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
     delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
     options = {"num_warps": _warps(padded), **launch_options(dependent)}
     _add_norm_kernel[(rows,)](
-        x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, **given, **options
-    )
+        x, delta, bias, scale, shift, codes, scales, eps, rows,
+        C=width, WIDTH=padded, **given, **constants, **options,
+    )  # fmt: skip
     return out
 
 

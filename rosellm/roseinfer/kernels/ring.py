@@ -15,13 +15,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import AnyWeight, QuantizedWeight, parts_of_weight
+from rosellm.models.quantized import AnyWeight, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
 
 ROLES = {"_ring_kernel": "GEMM"}
 MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
-MOST_QUANTIZED, MOST_PADDED = 256, 128  # rows with quantised weights; rows per program
+MOST_COLUMNS = 128  # of codes of x per program
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
 FEWEST_PROGRAMS, NUM_SMS = 36, 132  # of a launch of whole K for which it is faster; of an H200
 
@@ -39,58 +39,6 @@ def _load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
 
 
 @gluon.jit
-def _operand(tile, dtype: gl.constexpr, layout: gl.constexpr):
-    """Load a tile of codes, each thread 16 adjacent ones, and return it as the first operand of ``wgmma``.
-
-    The order of the codes is that of :class:`quantized.QuantizedWeight`.
-    """
-    N: gl.constexpr = tile.shape[0]
-    K: gl.constexpr = tile.shape[1]
-    more: gl.constexpr = [] if N == 64 else [[64, 0]]
-    loaded: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]] + more,
-        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[N, K],
-    )
-    wide = gl.reshape(_converted(tile.load(loaded), dtype), (N, K // 64, 4, 4, 2, 2))
-    wide = gl.reshape(gl.permute(wide, (0, 1, 3, 4, 2, 5)), (N, K))
-    return gl.convert_layout(wide, gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2))
-
-
-@gluon.jit
-def _converted(codes, dtype: gl.constexpr):
-    """Return codes in the dtype of x, which holds them exactly.
-
-    From fp8 to bf16, a code's bits are moved to their places, and the exponent's bias is corrected by a
-    factor of 2 ** 120. Triton's own conversion goes through fp16 and takes longer.
-    """
-    if codes.dtype == gl.float8e4nv and dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, factor;
-            mov.b32 factor, 0x7b807b80;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            and.b32 a, a, 0x80008000;
-            and.b32 b, b, 0x80008000;
-            and.b32 c, c, 0x07f007f0;
-            and.b32 d, d, 0x07f007f0;
-            or.b32 a, a, c;
-            or.b32 b, b, d;
-            mul.bf16x2 $0, a, factor;
-            mul.bf16x2 $1, b, factor;
-            }""",
-            "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return codes.to(dtype)
-
-
-@gluon.jit
 def griddepcontrol(what: gl.constexpr):
     gl.inline_asm_elementwise(
         "griddepcontrol." + what + "; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -99,24 +47,27 @@ def griddepcontrol(what: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles"])
 def _ring_kernel(
-    w_desc, x_desc, scales_ptr, bias_ptr, out_ptr, M, N, tiles, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr, REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
+    w_desc, x_desc, scales_ptr, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
+    ROWS: gl.constexpr, DIGITS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, REFILL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of K.
 
     Programs of the same weights run at about the same time, so that one of them finds the weights in L2.
 
-    scales_ptr: the scales of quantised weights, or None.
+    scales_ptr, x_scales_ptr: the scales of quantised weights and rows of x, or None.
+    DIGITS: the number of codes per element of x; 1 if it is not quantised.
     REFILL: whether there are more tiles than stages.
     """
     GATED: gl.constexpr = ACTIVATION == "swiglu"
     PAIRS: gl.constexpr = BLOCK_N // 16  # of 8 rows of the gate and 8 of the up projection
+    COLUMNS: gl.constexpr = ROWS * DIGITS
     if GATED:
         ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, PAIRS, 2, 8, BLOCK_K], w_desc.layout)
     else:
         ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, BLOCK_K], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, BLOCK_K], x_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     first, row, part = gl.program_id(0) * ROWS, gl.program_id(1) * BLOCK_N, gl.program_id(2)
@@ -129,10 +80,11 @@ def _ring_kernel(
         _load_weights(w_desc, row, begin + s * BLOCK_K, bars.index(s), ring, s, GATED, s < tiles)
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, ROWS, 16]
+        version=[3, 0],
+        warps_per_cta=[warps, 1],
+        instr_shape=[16, COLUMNS, 256 // w_desc.dtype.primitive_bitwidth],
     )
     i = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
     if scales_ptr is not None:
         scales = gl.load(scales_ptr + n, mask=i < N, other=0.0)
@@ -142,10 +94,11 @@ def _ring_kernel(
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
     for s in gl.static_range(STAGES):
-        async_load(x_desc, [first, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles)
-    sums = gl.zeros((BLOCK_N, ROWS), gl.float32, layout)
-    if scales_ptr is None:
-        sums = hopper.warpgroup_mma_init(sums)
+        async_load(
+            x_desc, [first * DIGITS, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles
+        )
+    SUM: gl.constexpr = gl.int32 if w_desc.dtype == gl.int8 else gl.float32
+    sums = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, COLUMNS), SUM, layout))
     stage = 0
     phase = 0
     for tile in range(tiles):
@@ -154,11 +107,8 @@ def _ring_kernel(
         w_tile = ring.index(stage)
         if GATED:
             w_tile = w_tile.reshape((BLOCK_N, BLOCK_K))
-        if scales_ptr is None:
-            done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            sums = hopper.warpgroup_mma(w_tile, x_tile, done, is_async=True)
-        else:
-            sums = hopper.warpgroup_mma(_operand(w_tile, x_desc.dtype, layout), x_tile, sums)
+        done = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        sums = hopper.warpgroup_mma(w_tile, x_tile, done, is_async=True)
         if REFILL:  # the previous product has ended, so that its stage is free
             ahead = tile - 1 + STAGES
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
@@ -166,31 +116,48 @@ def _ring_kernel(
             bar = bars.index(free)
             mbarrier.expect(bar, BYTES, pred=more)
             _load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
-            async_load(x_desc, [first, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
+            async_load(x_desc, [first * DIGITS, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
-    if scales_ptr is None:
-        y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    else:
-        y = sums * scales[:, None]
+    y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    if scales_ptr is not None:
+        y = _scaled(y, scales, x_scales_ptr, first, M, DIGITS, w_desc.dtype)
     if BIAS:
-        y += bias[:, None]
+        y += gl.convert_layout(bias, gl.SliceLayout(1, y.type.layout))[:, None]
     if ACTIVATION == "gelu":
         y = y / (1.0 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
     if GATED:
         gate, up = gl.split(gl.permute(gl.reshape(y, (PAIRS, 2, 8, ROWS)), (0, 2, 3, 1)))
-        stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1])
-        y = gl.convert_layout(gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (PAIRS * 8, ROWS)), stored)
-        i = row // 2 + gl.arange(0, PAIRS * 8, layout=gl.SliceLayout(1, stored))
-        m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
+        y = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (PAIRS * 8, ROWS))
+    stored: gl.constexpr = (
+        gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1]) if GATED or DIGITS == 2 else layout
+    )
+    i = (row // 2 if GATED else row) + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, stored))
+    m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
     width = N // 2 if GATED else N
-    m += first
     target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + i[:, None]
-    gl.store(target, y.to(out_ptr.dtype.element_ty), mask=(i < width)[:, None] & (m < M)[None, :])
+    y = gl.convert_layout(y.to(out_ptr.dtype.element_ty), stored)
+    gl.store(target, y, mask=(i < width)[:, None] & (m < M)[None, :])
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
+
+
+@gluon.jit
+def _scaled(sums, scales, x_scales_ptr, first, M, DIGITS: gl.constexpr, dtype: gl.constexpr):
+    """Return sums of products of codes ``[BLOCK_N, ROWS x DIGITS]`` times their scales, ``[BLOCK_N, ROWS]``.
+
+    scales: those of the weight rows. first: the first row of x. dtype: that of the codes.
+    """
+    N: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    LOW: gl.constexpr = 1 / 254 if dtype == gl.int8 else 1 / 16  # ``quantized.FINER``
+    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums.type.layout))
+    m = first + c // DIGITS
+    factor = gl.load(x_scales_ptr + m, mask=m < M, other=0.0) * gl.where(c % DIGITS == 0, 1.0, LOW)
+    y = sums.to(gl.float32) * scales[:, None] * factor[None, :]
+    return gl.sum(gl.reshape(y, (N, COLUMNS // 2, 2)), axis=2) if DIGITS == 2 else y
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -211,8 +178,8 @@ def takes(rows: int, k: int) -> bool:
 def is_faster(x: Tensor, weight: AnyWeight, activation: str, parts: int) -> bool:
     """Return whether the kernel can run, and is faster than ``linear.some_rows_linear`` on an H200."""
     rows, k = x.shape
-    if isinstance(weight, QuantizedWeight):
-        return rows <= MOST_QUANTIZED and runs_on(x.device, x.dtype)
+    if not isinstance(weight, Tensor):
+        return False
     if not (takes(rows, k) and runs_on(x.device, x.dtype)):
         return False
     if activation == "swiglu":
@@ -236,43 +203,49 @@ def block_n_of(rows: int, n: int, parts: int) -> int:
     """Return the number of weight rows per program.
 
     Doubling it halves the reads of x, but is faster only if there are still enough programs.
+
+    rows: those of x, or any number above 32 if x is quantised.
     """
     return 2 * BLOCK_N if rows > 32 and parts == 1 and n > 3 * BLOCK_N * NUM_SMS else BLOCK_N
 
 
-def stages_of(padded_rows: int, programs: int, tiles: int, block_n: int = BLOCK_N, itemsize: int = 2) -> int:
+def stages_of(columns: int, programs: int, tiles: int, block_n: int = BLOCK_N, itemsize: int = 2) -> int:
     """Return the number of stages of a program that multiplies ``tiles`` tiles.
 
-    itemsize: bytes of a weight.
+    columns: rows of x per program, or of their codes.
+    itemsize: bytes of a weight, and of an element or code of x.
 
     A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
     in one.
     """
     shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
-    fitting = shared_bytes // ((itemsize * block_n + 2 * padded_rows) * BLOCK_K)
+    fitting = shared_bytes // (itemsize * (block_n + columns) * BLOCK_K)
     return min(2 * MOST_STAGES // itemsize, tiles, max(2, fitting))
 
 
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
-    x: ``[M, K]``. The tensors must be contiguous, and K a multiple of 8; for "swiglu", N must be a multiple
-        of 16.
+    x: ``[M, K]``, or ``QuantizedRows`` if the weight is quantised, too. The tensors must be contiguous, and
+        rows of K elements or codes a multiple of 16 bytes; for "swiglu", N must be a multiple of 16.
     weight: ``[N, K]``, or a ``QuantizedWeight``.
     dependent: the launch mode, as in ``launch_options``.
     """
-    (rows, k), n = x.shape, len(weight)
+    (rows, k), n, dtype = x.shape, len(weight), x.dtype
     weight, scales = parts_of_weight(weight)
+    x, x_scales, digits = (x.codes.flatten(0, 1), x.scales, x.digits) if scales is not None else (x, None, 1)
     width = n // 2 if activation == "swiglu" else n
-    out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-    block_n = block_n_of(rows, n, parts)
-    padded = min(MOST_PADDED, max(8, next_power_of_2(rows)))
-    blocks, tiles = cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
-    stages = stages_of(padded, blocks * parts, tiles, block_n, weight.element_size())
+    size, kind = ((rows, width), dtype) if parts == 1 else ((parts, rows, n), torch.float32)
+    out = torch.empty(*size, dtype=kind, device=x.device)
+    block_n = block_n_of(rows if scales is None else MOST_COLUMNS, n, parts)
+    columns = min(MOST_COLUMNS, max(8, digits * next_power_of_2(rows)))
+    padded = columns // digits
+    row_blocks, blocks, tiles = cdiv(rows, padded), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
+    stages = stages_of(columns, row_blocks * blocks * parts, tiles, block_n, weight.element_size())
     weights = _described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
-    _ring_kernel[(cdiv(rows, padded), blocks, parts)](
-        weights, described(x, padded), scales, x if bias is None else bias, out, rows, n, tiles,
-        ROWS=padded, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
+    _ring_kernel[(row_blocks, blocks, parts)](
+        weights, described(x, columns), scales, x_scales, x if bias is None else bias, out, rows, n, tiles,
+        ROWS=padded, DIGITS=digits, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
         ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return out

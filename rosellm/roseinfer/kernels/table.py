@@ -19,7 +19,6 @@ from rosellm.roseinfer.kernels import (
     advance,
     attention,
     attention_plan,
-    dequantize,
     few_rows,
     filtered,
     filtered_head,
@@ -33,6 +32,7 @@ from rosellm.roseinfer.kernels import (
     penalties,
     prefill,
     prefill_pieces,
+    quantize,
     ring,
     ring_attention,
     rotary,
@@ -48,12 +48,12 @@ LAYERS = (
     kv,
     attention,
     attention_plan,
-    dequantize,
     few_rows,
     linear,
     norm,
     online_softmax,
     peer_sums,
+    quantize,
     rotary,
 )
 RINGS = ring, ring_attention
@@ -77,10 +77,11 @@ class Kernels:
     append_and_attend: Callable[..., torch.Tensor]
     plan_attention: Callable[..., Any]
     embed: Callable[..., torch.Tensor]
-    add_norm: Callable[..., torch.Tensor]
+    add_norm: Callable[..., Any]
     silu_mul: Callable[..., torch.Tensor]
     few_rows_linear: Callable[..., torch.Tensor]
     some_rows_linear: Callable[..., torch.Tensor]
+    quantize: Callable[..., Any]
     dequantize: Callable[..., torch.Tensor]
     best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     filtered_tiles: Callable[..., filtered_head.Tiles]
@@ -105,6 +106,7 @@ def triton_kernels(dependent: int) -> Kernels:
         "silu_mul": norm.silu_mul,
         "few_rows_linear": few_rows.few_rows_linear,
         "some_rows_linear": linear.some_rows_linear,
+        "quantize": quantize.quantize,
         "best_tokens": head.best_tokens,
         "filtered_tiles": filtered_head.filtered_tiles,
         "choose_filtered": filtered.choose_filtered,
@@ -119,7 +121,7 @@ def triton_kernels(dependent: int) -> Kernels:
         kv_append_identity_pos=kv.kv_append_triton_identity_pos,
         gumbel_noise=noise.gumbel_noise_triton,
         store_likely=likely.store_likely,
-        dequantize=dequantize.dequantize,
+        dequantize=quantize.dequantize,
         **{name: partial(kernel, dependent=dependent) for name, kernel in step.items()},
     )
 
@@ -141,7 +143,8 @@ TORCH = Kernels(
     norm.silu_mul_ref,
     few_rows.few_rows_linear_ref,
     linear.some_rows_linear_ref,
-    dequantize.dequantize_ref,
+    quantize.quantize_ref,
+    quantize.dequantize_ref,
     head.best_tokens_ref,
     filtered_head.filtered_tiles_ref,
     filtered.choose_filtered_ref,

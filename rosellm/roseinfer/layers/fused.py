@@ -8,27 +8,31 @@ running the first layer alone loads them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
+from rosellm.models.quantized import RowFormat
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import kind_of
 from rosellm.roseinfer.layers.products import (
+    ALL,
     LayerWeights,
     LibraryProducts,
     NormedWeights,
     PackedProducts,
     Parts,
     Products,
+    QuantizedProducts,
     SomeRowsProducts,
     activation_apart,
     activation_fused,
@@ -39,6 +43,8 @@ from rosellm.roseinfer.layers.products import (
     tuned_or,
     whole_blocks,
 )
+
+FINE_ROWS = 64
 
 
 class Layers(Protocol):
@@ -62,25 +68,30 @@ def plain_layers(model: Transformer) -> Layers:
 
 
 class FusedLayers:
-    """Layers with one kernel for residual sum, bias and norm between GEMMs."""
+    """Layers with one kernel for residual sum, bias and norm between GEMMs.
+
+    That kernel also quantises the input of ``qkv`` and ``up``, if products require it.
+    """
 
     def __init__(self, model: Transformer, products: Products, kernels: Kernels) -> None:
         self.model, self.products = model, products
         self.embed, self.add_norm = kernels.embed, kernels.add_norm
+        form = products.form
+        self.inner_norm = self.add_norm if form is None else partial(self.add_norm, form=form)
         norms = [norm for block in model.blocks for norm in (block.norm_1, block.norm_2)]
         self.norms = [norm_arguments(norm) for norm in (*norms, model.norm)]
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None) -> Tensor:
         model, products, norms = self.model, self.products, self.norms
-        x = embedded(self.embed, model, ids, positions)  # [N, C]
-        h = self.add_norm(x=x, **norms[0])
-        for layer, block in enumerate(islice(model.blocks, n_layers)):
+        x, y, bias = embedded(self.embed, model, ids, positions), None, None  # [N, C]
+        least = None if n_layers is None else n_layers + 1  # there is a norm between two layers
+        for layer, block in enumerate(islice(model.blocks, least)):
+            h = self.inner_norm(x=x, delta=y, bias=bias, **norms[2 * layer])
             attended = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
             y = products.out(layer, attended.flatten(1))
-            h = self.add_norm(x=x, delta=y, bias=block.out.bias, **norms[2 * layer + 1])
-            y = products.down(layer, products.up(layer, h))
-            h = self.add_norm(x=x, delta=y, bias=block.down.bias, **norms[2 * layer + 2])
-        return h
+            h = self.inner_norm(x=x, delta=y, bias=block.out.bias, **norms[2 * layer + 1])
+            y, bias = products.down(layer, products.up(layer, h)), block.down.bias
+        return self.add_norm(x=x, delta=y, bias=bias, **norms[-1])
 
 
 class FewRowsLayers:
@@ -122,7 +133,7 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(
-    rows: int, layer_parameters: int, with_ring: bool = False, quantization: str | None = None
+    rows: int, layer_parameters: int, with_ring: bool = False
 ) -> Literal["few", "some", "library"]:
     """Return which GEMMs make whole steps fastest on an H200: "few", "some" or "library".
 
@@ -131,11 +142,7 @@ def fastest_products(
 
     layer_parameters: number of parameters per layer.
     with_ring: whether "some" includes :func:`ring.ring_linear`.
-    quantization: the format of the weights, or None.
     """
-    if quantization is not None:
-        few = 1 if with_ring and quantization == "fp8" else 0 if with_ring else FEW_ROWS
-        return "few" if rows <= few else "some" if with_ring and rows <= ring.MOST_QUANTIZED else "library"
     if with_ring and (tuned := kind_of(rows, layer_parameters)):
         return tuned
     if with_ring and 2 <= rows <= ring.MOST_ROWS:
@@ -148,17 +155,35 @@ class FastestLayers:
     """A function from the number of rows to the fastest layers.
 
     variants: the layers by the names of :func:`fastest_products`.
-    layer_parameters, with_ring, quantization: as in :func:`fastest_products`.
+    layer_parameters, with_ring: as in :func:`fastest_products`.
     """
 
     variants: dict[str, Layers]
     layer_parameters: int
     with_ring: bool
-    quantization: str | None = None
 
     def __call__(self, rows: int) -> Layers:
-        sizes = self.layer_parameters, self.with_ring, self.quantization
-        return self.variants[fastest_products(rows, *sizes)]
+        return self.variants[fastest_products(rows, self.layer_parameters, self.with_ring)]
+
+
+def quantized_layers(
+    model: Transformer, kernels: Kernels, qkv_parts: Parts | None
+) -> Callable[[int], Layers]:
+    """Return a function from a number of rows to the layers of a quantised model, on a GPU with a ring.
+
+    Up to ``FINE_ROWS`` rows, activations have two digits: there, reading the weights takes longer than the
+    second GEMM. With more rows, they have one.
+    """
+    form = cast(str, model.quantization)
+
+    def layers(digits: int, library: Collection[str] = ()) -> Layers:
+        products = QuantizedProducts(model, kernels, RowFormat(form, digits), library, qkv_parts)
+        return FusedLayers(model, products, kernels)
+
+    fine, coarse = layers(2), layers(1)
+    wide, widest = (layers(1, ("up",)), layers(1, ALL)) if form == "fp8" else (coarse, coarse)
+    most = (FINE_ROWS, fine), (128, coarse), (256, wide)
+    return lambda rows: next((it for limit, it in most if rows <= limit), widest)
 
 
 def build_layers(
@@ -181,12 +206,16 @@ def build_layers(
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return (lambda rows: packed,) * 2
     with_ring, few = has_ring(model, kernels), FewRowsLayers(model, kernels)
-    sizes = model.config.n_layer_parameters, with_ring, model.quantization
+    adds_up = with_ring and is_stock(kernels, "append_and_attend")
+    if model.quantization is not None:
+        if with_ring:
+            parts = quantized_parts_of if adds_up else None
+            return quantized_layers(model, kernels, parts), quantized_layers(model, kernels, None)
+        return (lambda rows: few if rows <= FEW_ROWS else library,) * 2
 
     def fastest(qkv_parts: Parts | None) -> FastestLayers:
         some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)
-        return FastestLayers({"few": few, "some": some, "library": library}, *sizes)
+        variants: dict[str, Layers] = {"few": few, "some": some, "library": library}
+        return FastestLayers(variants, model.config.n_layer_parameters, with_ring)
 
-    adds_up = with_ring and is_stock(kernels, "append_and_attend")
-    qkv_parts = tuned_or(ring_qkv_parts_of) if model.quantization is None else quantized_parts_of
-    return fastest(qkv_parts if adds_up else None), fastest(None)
+    return fastest(tuned_or(ring_qkv_parts_of) if adds_up else None), fastest(None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
-from rosellm.models.quantized import AnyWeight, full_weight
+from rosellm.models.quantized import AnyRows, AnyWeight, QuantizedRows, QuantizedWeight, RowFormat, full
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.linear import parts_of
@@ -25,13 +25,18 @@ from rosellm.triton_or_none import cdiv
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Activated = Callable[[Projection, Tensor], Tensor]
+ALL = "qkv", "out", "up", "down"
 QKV_PROGRAMS = 180  # most programs of the projection to q, k and v by the ring, for K below 4,096
 
 
 class Products(Protocol):
     """The four GEMMs of each layer."""
 
-    def qkv(self, layer: int, x: Tensor) -> Tensor:
+    @property
+    def form(self) -> RowFormat | None:
+        """The format in which ``qkv`` and ``up`` take their input; None for a tensor."""
+
+    def qkv(self, layer: int, x: Any) -> Tensor:
         """Project x ``[N, C]`` to q, k and v, ``[N, (H + 2 H_kv) D]``, with bias.
 
         Alternatively, return P partial sums ``[P, N, (H + 2 H_kv) D]`` in fp32, the first with the bias.
@@ -40,8 +45,8 @@ class Products(Protocol):
     def out(self, layer: int, x: Tensor) -> Tensor:
         """Project attention outputs ``[N, H D]`` to partial sums ``[P, N, C]``, without bias."""
 
-    def up(self, layer: int, x: Tensor) -> Tensor:
-        """Project x ``[N, C]`` to ``[N, F]``, with bias and activation."""
+    def up(self, layer: int, x: Any) -> Tensor:
+        """Project x ``[N, C]`` to ``[N, F]``, with bias and activation, as ``down`` takes it."""
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         """Project x ``[N, F]`` to partial sums ``[P, N, C]``, without bias."""
@@ -53,6 +58,8 @@ class LibraryProducts:
     blocks: the model's blocks, or the result of :func:`whole_blocks`.
     activated: applies the projection ``up`` and its activation.
     """
+
+    form = None
 
     def __init__(self, blocks: Sequence[Block], activated: Activated) -> None:
         self.blocks, self.activated = blocks, activated
@@ -145,12 +152,14 @@ class PackedProducts:
     With 8 or more rows, they are about twice as fast as with unpacked weights. Requires :func:`can_pack`.
     """
 
+    form = None
+
     def __init__(self, model: Transformer) -> None:
         self.config, blocks = model.config, model.blocks
-        self._qkv = [PackedLinear(full_weight(b.qkv.weight), b.qkv.bias) for b in blocks]
-        self._out = [PackedLinear(full_weight(b.out.weight)) for b in blocks]
-        self._up = [PackedLinear(full_weight(b.up.weight), b.up.bias) for b in blocks]
-        self._down = [PackedLinear(full_weight(b.down.weight)) for b in blocks]
+        self._qkv = [PackedLinear(full(b.qkv.weight), b.qkv.bias) for b in blocks]
+        self._out = [PackedLinear(full(b.out.weight)) for b in blocks]
+        self._up = [PackedLinear(full(b.up.weight), b.up.bias) for b in blocks]
+        self._down = [PackedLinear(full(b.down.weight)) for b in blocks]
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         return self._qkv[layer](x)
@@ -196,9 +205,9 @@ class NormedWeights:
         scale, gain = _at_most_one(norm.weight)
         if isinstance(norm, torch.nn.RMSNorm):
             return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None, gain))
-        full = full_weight(weight)
-        shifted = _times(full, norm.bias) + (0 if bias is None else bias.float())
-        return cls(weight, shifted.to(scale.dtype), NormPrologue(scale, norm.eps, _times(full, scale), gain))
+        whole = full(weight)
+        shifted = _times(whole, norm.bias) + (0 if bias is None else bias.float())
+        return cls(weight, shifted.to(scale.dtype), NormPrologue(scale, norm.eps, _times(whole, scale), gain))
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
@@ -235,18 +244,20 @@ class PlainProducts:
     linear: the kernel, called like ``linear.some_rows_linear``.
     """
 
+    form: RowFormat | None = None
+
     def __init__(self, model: Transformer, linear: Callable[..., Tensor]) -> None:
         self.blocks, self.linear = model.blocks, linear
         self.activation = model.config.mlp
 
-    def qkv(self, layer: int, x: Tensor) -> Tensor:
+    def qkv(self, layer: int, x: Any) -> Tensor:
         p = self.blocks[layer].qkv
         return self.linear(x=x, weight=p.weight, bias=p.bias)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self.linear(x=x, weight=self.blocks[layer].out.weight)[None]
 
-    def up(self, layer: int, x: Tensor) -> Tensor:
+    def up(self, layer: int, x: Any) -> Tensor:
         p = self.blocks[layer].up
         return self.linear(x=x, weight=p.weight, bias=p.bias, activation=self.activation)
 
@@ -267,11 +278,10 @@ class SomeRowsProducts(PlainProducts):
         self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
     ) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        usual = tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of
-        self.parts_of = parts or (usual if model.quantization is None else quantized_parts_of)
+        self.parts_of = parts or (tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of)
         self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
 
-    def qkv(self, layer: int, x: Tensor) -> Tensor:
+    def qkv(self, layer: int, x: Any) -> Tensor:
         p = self.blocks[layer].qkv
         parts = self.qkv_parts_of(len(x), *p.weight.shape)
         return self.linear(x=x, weight=p.weight, bias=p.bias, parts=parts)
@@ -282,9 +292,55 @@ class SomeRowsProducts(PlainProducts):
     def down(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].down.weight)
 
-    def _in_parts(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _in_parts(self, x: AnyRows, weight: AnyWeight) -> Tensor:
         parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
+
+
+class QuantizedProducts(SomeRowsProducts):
+    """The four GEMMs of codes by codes, on a GPU with a ring.
+
+    form: the format of activations. The norm before ``qkv`` and ``up`` quantises their input.
+    library: the GEMMs that the vendor's library runs (FP8 with one digit); a subset of ``ALL``.
+    qkv_parts: as in :class:`SomeRowsProducts`.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        kernels: Kernels,
+        form: RowFormat,
+        library: Collection[str] = (),
+        qkv_parts: Parts | None = None,
+    ) -> None:
+        super().__init__(model, kernels, quantized_parts_of, qkv_parts)
+        self.form, self.library = form, library
+        self.quantize = partial(kernels.quantize, form=form)
+
+    def qkv(self, layer: int, x: Any) -> Tensor:
+        return scaled_product(x, self.blocks[layer].qkv) if "qkv" in self.library else super().qkv(layer, x)
+
+    def out(self, layer: int, x: Tensor) -> Tensor:
+        rows, out = self.quantize(x=x), self.blocks[layer].out
+        return scaled_product(rows, out)[None] if "out" in self.library else self._in_parts(rows, out.weight)
+
+    def up(self, layer: int, x: Any) -> Tensor:
+        """Project x; the library leaves the activation to ``down``."""
+        return scaled_product(x, self.blocks[layer].up) if "up" in self.library else super().up(layer, x)
+
+    def down(self, layer: int, x: Tensor) -> Tensor:
+        rows = self.quantize(x=x, activation=self.activation if "up" in self.library else "none")
+        down = self.blocks[layer].down
+        return (
+            scaled_product(rows, down)[None] if "down" in self.library else self._in_parts(rows, down.weight)
+        )
+
+
+def scaled_product(x: QuantizedRows, projection: Projection) -> Tensor:
+    """Apply a quantised projection to rows of one digit, by the vendor's library in FP8."""
+    weight, dtype = cast(QuantizedWeight, projection.weight), x.dtype
+    codes, scales = (x.codes.flatten(0, 1), weight.codes.t()), (x.scales[:, None], weight.scales[None])
+    return torch._scaled_mm(*codes, *scales, projection.bias, out_dtype=dtype, use_fast_accum=True)  # noqa: SLF001
 
 
 def has_ring(model: Transformer, kernels: Kernels) -> bool:
@@ -299,8 +355,8 @@ def ring_parts_of(rows: int, n: int, k: int) -> int:
 
 def quantized_parts_of(rows: int, n: int, k: int) -> int:
     """Return the number of ranges of K for a quantised weight, for the ring."""
-    programs = 4 if rows <= 16 else 2 if rows <= ring.MOST_ROWS else 1  # per multiprocessor, at most
-    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_PADDED))
+    programs = 3 if rows <= 32 else 1  # per multiprocessor, at most
+    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_COLUMNS))
 
 
 def tuned_or(parts: Parts) -> Parts:

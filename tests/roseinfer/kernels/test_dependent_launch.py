@@ -71,8 +71,9 @@ def places(pattern: str, ptx: str) -> list[int]:
 
 
 def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> None:
+    """The norm releases its successor first."""
     waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
-    assert len(waits) == len(releases) == 1 and waits < releases, name
+    assert len(waits) == len(releases) == 1 and (waits < releases) == (name != "_add_norm_kernel"), name
     writes = places(r"\bst\.global", ptx)
     assert writes and min(writes) > waits[0], name
 

@@ -134,19 +134,6 @@ def test_products_of_quantised_weights_equal_the_spec(shape, form, device, dtype
     check.assert_equals_spec("some_rows_linear", products_of(case, 1))
 
 
-@check.every_twin
-@pytest.mark.parametrize("form", CODES)
-def test_a_quantised_weight_is_nearest_among_the_codes_times_the_scale_of_its_row(form, kernels, device):
-    weight = check.normals()(9, 1088) * torch.logspace(-4, 4, 9)[:, None]
-    weight[3] = 0
-    codes = torch.arange(-127, 128) if form == "int8" else torch.arange(256).to(torch.uint8).view(CODES[form])
-    codes = codes.float()[codes.float().isfinite()].sort().values
-    scales = weight.abs().amax(1).double() / codes.max()
-    nearest = (weight.double()[:, :, None] - scales[:, None, None] * codes).abs().amin(2)
-    found = kernels.dequantize(weight=check.quantized(weight.to(device), form), dtype=torch.float32).cpu()
-    assert ((found - weight).abs() <= nearest + 1e-4 * scales[:, None]).all()
-
-
 @check.every_device
 @pytest.mark.parametrize(
     ("name", "rows"), [("few_rows_linear", 3), ("few_rows_linear", 12), ("some_rows_linear", 40)]
@@ -225,6 +212,6 @@ def test_the_kernels_equal_the_spec_at_a_real_size(n, k, options, device, dtype)
     for rows in (2, 9, 17, 32, 33, 64, 128, 129, SOME_ROWS):
         case = make_case(rows, n, k, tuple(kept), dtype, device)
         check.assert_equals_spec("some_rows_linear", case)
-        for parts in {parts_of(rows, n, k), parts_of(rows, 768, 3072)} - {1}:
+        for parts in {parts_of(rows, n, k), 2} - {1}:
             # sums in fp32, of which a tensor core drops bits: off by 1.4e-5 over 7,168 products
             check.assert_equals_spec("some_rows_linear", products_of(case, parts), tolerance=4e-5)

@@ -1,0 +1,121 @@
+"""Quantised activations, and dequantised weights for GEMMs by the vendor's library."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rosellm.models.quantized import CODES, FINER, LARGEST, QuantizedRows, QuantizedWeight, RowFormat
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.linear import Activation, activated_ref, gelu, output_width, silu
+from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
+
+ROLES = {"_quantize_kernel": "quantisation", "_dequantize_kernel": "GEMM"}
+ROWS, PLACES = 8, 512  # codes per program
+
+
+def quantize_ref(*, x: Tensor, form: RowFormat, activation: Activation = "none") -> QuantizedRows:
+    """Apply an activation to x, and quantise the result (torch reference).
+
+    x: ``[M, K]``, or ``[M, 2 K]`` for "swiglu".
+    activation: "none", "gelu" (tanh form), or "swiglu".
+    """
+    return QuantizedRows.of(activated_ref(x.float(), activation).to(x.dtype), form)
+
+
+def dequantize_ref(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return a quantised weight ``[N, K]`` in a floating-point dtype (torch reference)."""
+    return weight.dequantized(dtype)
+
+
+@triton.jit
+def store_codes(
+    x, codes_ptr, scales_ptr, row, c, inside,
+    C: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr,
+):  # fmt: skip
+    """Quantise a row x ``[WIDTH]`` fp32, which is 0 outside, and store its codes and scale.
+
+    c: the indices of its elements. inside: which of them exist.
+
+    The scale of a row with a NaN is infinite, so that its products are NaN.
+    """
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=0)
+    scale = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)  # the smallest normal number
+    left = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)  # 448 may have become 448.00003
+    for digit in tl.static_range(DIGITS):
+        nearest = left
+        if codes_ptr.dtype.element_ty == tl.int8:
+            nearest = (left + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest integer
+        codes = nearest.to(codes_ptr.dtype.element_ty)
+        tl.store(codes_ptr + (row * DIGITS + digit) * C + c, codes, mask=inside)
+        left = (left - codes.to(tl.float32)) * FINER
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, codes_ptr, scales_ptr, C: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
+    DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantise one row of C elements per program."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    inside = c < C
+    launch_dependents(DEPENDENT)  # the GEMM that follows may load its first weights while this waits
+    wait_for_predecessor(DEPENDENT)
+    if ACTIVATION == "swiglu":
+        gate = tl.load(x_ptr + row * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * C + C + c, mask=inside, other=0.0).to(tl.float32)
+        x = silu(gate) * up
+    else:
+        x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu":
+        x = gelu(x)
+    x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_codes(x, codes_ptr, scales_ptr, row, c, inside, C, DIGITS, LARGEST, FINER)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr, scales_ptr, out_ptr, N, K: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr
+):
+    """Dequantise ROWS x PLACES codes per program."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    inside = (rows < N)[:, None] & (k < K)[None, :]
+    place = rows[:, None].to(tl.int64) * K + k[None, :]
+    scales = tl.load(scales_ptr + rows, mask=rows < N, other=0.0)
+    codes = tl.load(codes_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (codes * scales[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, dict[str, float]]:
+    """Return uninitialised rows of ``width`` elements, as many as x has, and constants of ``store_codes``."""
+    dtype = CODES[form.name]
+    codes = torch.empty(len(x), form.digits, width, dtype=dtype, device=x.device)
+    rows = QuantizedRows(codes, torch.empty(len(x), device=x.device), x.dtype)
+    return rows, {"DIGITS": form.digits, "LARGEST": LARGEST[dtype], "FINER": FINER[dtype]}
+
+
+def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: int = False) -> QuantizedRows:
+    """Quantise as :func:`quantize_ref` does, in Triton; x must be contiguous.
+
+    dependent: the launch mode, as in ``launch_options``.
+    """
+    width = output_width(x.shape[1], activation)
+    rows, constants = empty_rows(x, width, form)
+    padded = next_power_of_2(width)
+    options = {"num_warps": max(1, min(8, padded // 256)), **launch_options(dependent)}
+    _quantize_kernel[(len(x),)](
+        x, rows.codes, rows.scales, C=width, WIDTH=padded, ACTIVATION=activation, **constants, **options
+    )
+    return rows
+
+
+def dequantize(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Dequantise as :func:`dequantize_ref` does, in Triton."""
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
+    grid = cdiv(n, ROWS), cdiv(k, PLACES)
+    _dequantize_kernel[grid](weight.codes, weight.scales, out, n, k, ROWS, PLACES)
+    return out

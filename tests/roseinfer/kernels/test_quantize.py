@@ -1,0 +1,86 @@
+"""Codes of weights and activations are the nearest; what is not finite stays so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.models.quantized import CODES, FINER, LARGEST, QuantizedRows, RowFormat
+from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from tests.helpers import INTERPRETED, ON_GPU
+from tests.roseinfer.kernels import kernel_checks as check
+
+pytestmark = check.guarded
+# Triton's interpreter rounds to fp8 wrongly, just below powers of 2.
+TWINS = [
+    *(pytest.param(TORCH, "cpu", name, id=f"reference-{name}") for name in CODES),
+    pytest.param(TRITON, *INTERPRETED.values, "int8", id="interpreted-int8", marks=INTERPRETED.marks),
+    *(pytest.param(TRITON, *ON_GPU.values, name, id=f"gpu-{name}", marks=ON_GPU.marks) for name in CODES),
+]
+every_format = pytest.mark.parametrize(("kernels", "device", "name"), TWINS)
+
+
+def assert_quantised(rows: QuantizedRows, exact: Tensor, form: RowFormat) -> None:
+    """Each element is off by at most half of its last digit's step, and a little more for the rounding."""
+    dtype = CODES[form.name]
+    assert rows.codes.shape == (len(exact), form.digits, exact.shape[1]) and rows.codes.dtype == dtype
+    exact = exact.double()
+    scales = exact.abs().amax(1, keepdim=True) / LARGEST[dtype]
+    assert torch.allclose(rows.scales.double()[:, None], scales, rtol=1e-5)
+    finer = FINER[dtype] ** (1 - form.digits)
+    most = 0.51 * scales if form.name == "int8" else exact.abs() / 15.9 + scales / 1000
+    assert ((rows.dequantized().double() - exact).abs() <= 1.01 * most * finer + 2e-7 * exact.abs()).all()
+
+
+@check.every_twin
+@pytest.mark.parametrize("form", CODES)
+def test_a_quantised_weight_is_nearest_among_the_codes_times_the_scale_of_its_row(form, kernels, device):
+    weight = check.normals()(9, 1088) * torch.logspace(-4, 4, 9)[:, None]
+    weight[3] = 0
+    codes = torch.arange(-127, 128) if form == "int8" else torch.arange(256).to(torch.uint8).view(CODES[form])
+    codes = codes.float()[codes.float().isfinite()].sort().values
+    scales = weight.abs().amax(1).double() / codes.max()
+    nearest = (weight.double()[:, :, None] - scales[:, None, None] * codes).abs().amin(2)
+    found = kernels.dequantize(weight=check.quantized(weight.to(device), form), dtype=torch.float32).cpu()
+    assert ((found - weight).abs() <= nearest + 1e-4 * scales[:, None]).all()
+
+
+@every_format
+@pytest.mark.parametrize("digits", [1, 2])
+def test_rows_are_quantised_after_their_activation(name, digits, kernels, device):
+    form = RowFormat(name, digits)
+    x = check.normals()(7, 600).to(device) * torch.logspace(-3, 3, 7, device=device)[:, None]
+    gate, up = x.double().chunk(2, dim=1)
+    exact = {"none": x, "gelu": F.gelu(x.double(), approximate="tanh"), "swiglu": F.silu(gate) * up}
+    for activation, wanted in exact.items():
+        assert_quantised(kernels.quantize(x=x, form=form, activation=activation), wanted, form)
+    rounded = kernels.quantize(x=x.half(), form=form, activation="gelu")
+    assert rounded.dtype == torch.float16
+    check.assert_near(rounded.dequantized(), QuantizedRows.of(exact["gelu"].half(), form).dequantized(), 0.04)
+
+
+@every_format
+@pytest.mark.parametrize("digits", [1, 2])
+def test_a_norm_is_quantised_as_it_is_computed(digits, name, kernels, device):
+    form = RowFormat(name, digits)
+    x, scale, delta = (
+        check.normals(seed)(*size).to(device) for seed, size in enumerate([(5, 300), (300,), (2, 5, 300)])
+    )
+    case = {"delta": delta, "scale": scale, "shift": None, "eps": 1e-5}
+    wanted, held = kernels.add_norm(x=x.clone(), **case), x.clone()
+    assert_quantised(kernels.add_norm(x=held, **case, form=form), wanted, form)
+    check.assert_near(held, x + delta.sum(0))
+
+
+@every_format
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_products_of_a_row_that_is_not_finite_are_not_finite_and_those_of_others_are(
+    name, bad, kernels, device
+):
+    x = check.normals()(3, 64).to(device)
+    x[1, 5] = bad
+    rows = kernels.quantize(x=x, form=RowFormat(name, 2))
+    products = rows.codes.float().sum((1, 2)) * rows.scales
+    assert not products[1].isfinite() and products[[0, 2]].isfinite().all()
