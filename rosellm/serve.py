@@ -27,7 +27,7 @@ from rosellm import errors
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import CheckpointError, OptionError, PromptError, RoseError, SamplingError
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.quantized import CODES, QUANTIZATION
+from rosellm.models.quantized import CODES, KV_DTYPE, QUANTIZATION
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
 from rosellm.roseinfer.recipe import PROPOSERS, SPECULATION
@@ -261,6 +261,7 @@ def run(argv: list[str] | None) -> None:
     for name in ("--dtype", "--device", "--load-format"):
         add(name, default="auto")
     add("--quantization", choices=list(CODES), help=QUANTIZATION)
+    add("--kv-cache-dtype", choices=("auto", *CODES), default="auto", help=KV_DTYPE)
     add("--speculation", choices=PROPOSERS, help=SPECULATION)
     add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")
     sizes = {

@@ -423,7 +423,8 @@ def _persistent_layers_kernel(
     for layer in range(n_layers):
         at = tl.full((), layer, tl.int64)
         ahead = tl.minimum(at + 1, n_layers - 1)
-        here = PagedCache(cache.k + at * layer_stride, cache.v + at * layer_stride, cache.stride)
+        k, v = cache.k + at * layer_stride, cache.v + at * layer_stride
+        here = PagedCache(k, v, k, v, cache.stride)
 
         # qkv
         _norm_phase(scratch.x, scratch.qkv, qkv, M, eps, False, QKV, plan)
@@ -493,7 +494,8 @@ class PersistentLayers:
         plan = self._plan(len(x), min(attend.plan.variant.tile, LARGEST_TILE))
         parts = (x.new_empty(plan.NUM_SPLITS, *x.shape, dtype=torch.float32) for _ in range(2))
         qkv, hidden = x.new_empty(len(x), config.qkv_width), x.new_empty(len(x), config.d_ff)
-        cache = PagedCache(blocks.k_cache, blocks.v_cache, blocks.k_cache.stride(1))
+        caches = blocks.k_cache, blocks.v_cache
+        cache = PagedCache(*caches, *caches, blocks.k_cache.stride(1))
         heads = config.n_heads, config.n_kv_heads, config.group
         sizes = config.head_dim, triton.next_power_of_2(config.head_dim), blocks.block_size
         scratch, rows = Scratch(x, qkv, *parts, hidden, self.count), rows_of(state.table, state.positions)

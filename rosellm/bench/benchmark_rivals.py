@@ -43,9 +43,9 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 THROUGHPUT = "total_throughput_tok_s"
 OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")
-FIXED = {"seed": 0, "block_size": 64, "num_kv_blocks": None, "deterministic": False}
+FIXED: dict[str, Any] = {"seed": 0, "block_size": 64, "num_kv_blocks": None, "deterministic": False}
 FIXED |= {"speculation": None, "draft_model": None, "speculative_tokens": None}
-FIXED |= {"quantization": None}
+FIXED |= {"quantization": None, "kv_cache_dtype": "auto"}
 
 
 class RivalError(RoseError):

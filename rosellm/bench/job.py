@@ -124,6 +124,7 @@ def make_engine(
         max_model_len=longest,
         num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest, draft),
         block_size=options.block_size,
+        kv_cache_dtype=options.kv_cache_dtype,
         prefix_cache=shares,
         deterministic=options.deterministic,
         speculative_tokens=options.speculative_tokens,
@@ -142,7 +143,8 @@ def kv_blocks_wanted(
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
     sizes = wanted, options.block_size, options.max_batch_size
-    return max(1, kv_blocks_within_memory(gpt, *sizes, draft=draft))
+    form = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    return max(1, kv_blocks_within_memory(gpt, *sizes, draft=draft, form=form))
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:

@@ -41,6 +41,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "device": engine.device.type,
         "dtype": dtype_name(engine),
         "quantization": engine.model.quantization,
+        "kv_cache_dtype": engine.kv_form or "auto",
         "model_shape": write_arch(engine.config),
         "max_batch_size": engine.max_batch_size,
         "block_size": engine.block_size,

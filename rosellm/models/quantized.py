@@ -8,7 +8,7 @@ codes, by activations in the model's dtype or by codes of activations, and their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ FP8_FROM = (8, 9)  # compute capability
 FINER = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}  # a code of one digit divided by one of the next
 MULTIPLE = 16  # of inputs and outputs
 QUANTIZATION = "quantise the weights of all layers to 8 bits"
+KV_DTYPE = "quantise keys and values to 8 bits"
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ AnyRows = Tensor | QuantizedRows
 
 
 def scales_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row of x ``[M, K]`` fp32, for codes of a dtype."""
-    scales = x.abs().amax(dim=1) / LARGEST[dtype]
+    """Return the scale of each row of x ``[..., K]`` fp32, for codes of a dtype."""
+    scales = x.abs().amax(dim=-1) / LARGEST[dtype]
     return scales.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -132,15 +133,78 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.round() if dtype == torch.int8 else x
 
 
+@dataclass(frozen=True)
+class QuantizedHeads:
+    """Cached keys or values of 8 bits, with one scale per token and head. Assignments quantise.
+
+    codes: ``[..., D]`` in a dtype of ``CODES``.
+    scales: ``[...]`` fp32.
+    dtype: the dtype of keys and values that are not quantised.
+
+    Indices, as those of a tensor of codes, must leave the last dimension whole.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, place: Any) -> QuantizedHeads:
+        return QuantizedHeads(self.codes[place], self.scales[place], self.dtype)
+
+    def __setitem__(self, place: Any, heads: Tensor) -> None:
+        wide = heads.float()
+        scales = scales_of(wide, self.codes.dtype)
+        self.scales[place] = scales
+        self.codes[place] = nearest(wide / scales[..., None], self.codes.dtype).to(self.codes.dtype)
+
+    def flatten(self, first: int, last: int) -> QuantizedHeads:
+        """Return a view with dimensions ``first`` to ``last`` as one, as ``Tensor.flatten`` does."""
+        return QuantizedHeads(self.codes.flatten(first, last), self.scales.flatten(first, last), self.dtype)
+
+    def rounded(self, heads: Tensor) -> Tensor:
+        """Return heads ``[..., D]`` as they would be read from this cache, in their dtype."""
+        codes, scales = torch.empty_like(heads, dtype=self.codes.dtype), heads.new_empty(heads.shape[:-1])
+        held = QuantizedHeads(codes, scales.float(), self.dtype)
+        held[...] = heads
+        return held.dequantized().to(heads.dtype)
+
+    def dequantized(self) -> Tensor:
+        """Return the keys or values in fp32."""
+        return self.codes.float() * self.scales[..., None]
+
+
+AnyHeads = Tensor | QuantizedHeads
+
+
+def full(x: AnyWeight | AnyRows | AnyHeads) -> Tensor:
+    """Return x as a tensor, dequantised to fp32 if it is quantised."""
+    return x if isinstance(x, Tensor) else x.dequantized()
+
+
+def rounded_like(cache: AnyHeads, heads: Tensor) -> Tensor:
+    """Return heads ``[..., D]`` as they would be read from a cache, in their dtype."""
+    return heads if isinstance(cache, Tensor) else cache.rounded(heads)
+
+
 def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWeight:
     """Return a quantised weight ``[n, k]`` of zeros. form: a key of ``CODES``."""
     codes = torch.zeros(n, k, dtype=CODES[form], device=device)
     return QuantizedWeight(codes, torch.ones(n, device=device))
-
-
-def full(x: AnyWeight | AnyRows) -> Tensor:
-    """Return a weight or rows as a tensor, dequantised to fp32 if they are quantised."""
-    return x if isinstance(x, Tensor) else x.dequantized()
 
 
 def parts_of_weight(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -163,6 +227,12 @@ class QuantizedProjection(nn.Module):
         return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
 
 
+def check_fp8(form: str, device: torch.device, option: str) -> None:
+    """Raise ``DeviceError`` if a format is "fp8", but not of the device. option: the name of the option."""
+    if form == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_FROM:
+        raise DeviceError(f"{option} 'fp8' needs a GPU of compute capability 8.9 or later; use 'int8'")
+
+
 def check_quantization(form: str | None, device: torch.device, arch: Arch | None = None) -> None:
     """Raise ``OptionError`` or ``DeviceError`` if the weights of a model cannot be quantised.
 
@@ -174,8 +244,7 @@ def check_quantization(form: str | None, device: torch.device, arch: Arch | None
         return
     if not isinstance(form, str) or form not in CODES:
         raise OptionError(f"quantization {describe(form)} is unknown; use {', '.join(map(repr, CODES))}")
-    if form == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_FROM:
-        raise DeviceError("quantization 'fp8' needs a GPU of compute capability 8.9 or later; use 'int8'")
+    check_fp8(form, device, "quantization")
     for name, (n, k) in arch.shapes.items() if arch is not None else ():
         if n % MULTIPLE or k % MULTIPLE:
             size = f"{name!r} of this model is {n} x {k}"

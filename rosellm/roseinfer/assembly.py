@@ -37,15 +37,20 @@ from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.steps.worker import Worker
 
 
-def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlocks:
-    """Build the KV cache of ``rung``, with ``n_blocks`` blocks per layer of ``block_size`` tokens each."""
+def build_cache(
+    rung: Rung, model: Transformer, block_size: int, n_blocks: int, form: str | None = None
+) -> KVBlocks:
+    """Build the KV cache of ``rung``, with ``n_blocks`` blocks per layer of ``block_size`` tokens each.
+
+    form: the format of keys and values, as in ``KVBlocks``.
+    """
     c = model.config
     if isinstance(rung, MuseumRung):
         sizes = c.n_layers, n_blocks, c.n_kv_heads, block_size, c.head_dim
         if blocks := rung.build_cache(sizes, model.device, model.dtype):
             return cast(KVBlocks, blocks)
     sizes = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
-    return KVBlocks(*sizes, model.device, model.dtype)
+    return KVBlocks(*sizes, model.device, model.dtype, form=form)
 
 
 def build_step(

@@ -15,6 +15,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_draft, load_parts
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import CODES, check_fp8
 from rosellm.roseinfer.assembly import build_cache, build_step
 from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
@@ -57,6 +58,8 @@ class Engine(Owned):
     gpu_memory_utilization: the fraction of a GPU's memory for everything that the engine holds. If this may
         limit the cache, the memory used outside the cache is measured by trial runs (:mod:`trial`).
     block_size: number of tokens per block, a power of two.
+    kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head
+        (``quantized.QuantizedHeads``); "auto" keeps them in the model's dtype.
     kernels: "auto", "triton", "torch" or a ``Kernels``.
     prefix_cache: whether to keep the keys and values of prompts for later prompts with the same beginning.
     deterministic: whether a request's logits and tokens are bitwise the same whatever other requests share
@@ -75,6 +78,7 @@ class Engine(Owned):
 
     step, blocks: the step, and the KV cache.
     budget: counts the free and reserved blocks.
+    kv_form: the format of quantised keys and values, or None.
     prefix_cache: the ``PrefixCache``, or None.
     """
 
@@ -89,6 +93,7 @@ class Engine(Owned):
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
+        kv_cache_dtype: str = "auto",
         kernels: str | Kernels = "auto",
         prefix_cache: bool = False,
         deterministic: bool = False,
@@ -108,6 +113,7 @@ class Engine(Owned):
         self.recipe.check_serves(model.config)
         if model.quantization is not None:
             _check_quantized(self.recipe, tune)
+        self.kv_form = _check_kv_form(kv_cache_dtype, self.recipe, deterministic, model.device)
         if prefix_cache and not self.recipe.has_prefix_cache:
             raise OptionError(f"rung {self.rung!r} has no prefix cache; resident_step and later ones do")
         if deterministic:
@@ -326,7 +332,7 @@ class Engine(Owned):
         return min(PREFILL_TOKENS, self.max_batch_size * self.max_model_len)
 
     def _cache_of(self, n_blocks: int) -> KVBlocks:
-        return build_cache(self.recipe, self.model, self.block_size, n_blocks)
+        return build_cache(self.recipe, self.model, self.block_size, n_blocks, self.kv_form)
 
     def _step_on(self, blocks: KVBlocks) -> Step:
         sizes = self.max_batch_size, self.max_model_len
@@ -367,7 +373,7 @@ class Engine(Owned):
         wanted, size = self.max_batch_size * one, self.block_size
         measure = self._working_bytes if isinstance(self.recipe, Recipe) else None  # trials use inert inputs
         sizes = wanted, size, self.max_batch_size
-        given = *sizes, utilization, measure, self.group.least, self.draft
+        given = *sizes, utilization, measure, self.group.least, self.draft, self.kv_form
         there = kv_blocks_within_memory(self.model, *given)
         if there >= one:
             return there
@@ -411,6 +417,21 @@ def _check_quantized(recipe: Rung, tune: bool) -> None:
         raise RecipeError("exhibits read weights of 16 or 32 bits; leave out quantization")
     if tune:
         raise OptionError("GEMMs of quantised weights cannot be tuned; leave out tune or quantization")
+
+
+def _check_kv_form(dtype: str, recipe: Rung, deterministic: bool, device: torch.device) -> str | None:
+    """Return the format of quantised keys and values, or None; raise an error if they cannot be quantised."""
+    if dtype == "auto":
+        return None
+    if not isinstance(dtype, str) or dtype not in CODES:
+        known = ", ".join(map(repr, ("auto", *CODES)))
+        raise OptionError(f"kv_cache_dtype {describe(dtype)} is unknown; use {known}")
+    if not isinstance(recipe, Recipe) or recipe.exhibit != "none":
+        raise RecipeError("keys and values of this rung have the model's dtype; leave out kv_cache_dtype")
+    if deterministic:
+        raise OptionError("a prefill would depend on what is cached; leave out kv_cache_dtype")
+    check_fp8(dtype, device, "kv_cache_dtype")
+    return dtype
 
 
 def _drafts_of(wanted: int | None, speculation: str) -> int:

@@ -83,6 +83,8 @@ class LLM:
         ``enforce_eager=True``, captures each at its first use.
     quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
         scale per output (:mod:`quantized`). Tokens then differ from those of the checkpoint's own weights.
+    kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so
+        that about twice as many tokens fit in the cache; "auto" does not.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
         same step; in float32 the tokens are those of single steps. "draft" lets a smaller model draft them.
         None decodes one token per step.
@@ -126,6 +128,7 @@ class LLM:
         warm_up: bool = True,
         tune: bool = False,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         speculation: str | None = None,
         draft_model: str | None = None,
         speculative_tokens: int | None = None,
@@ -169,6 +172,7 @@ class LLM:
             "warm_up": warm_up and not enforce_eager,
             "tune": tune,
             "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
             "speculation": speculation,
             "draft_model": draft_model,
             "speculative_tokens": speculative_tokens,

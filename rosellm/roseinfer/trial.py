@@ -25,6 +25,7 @@ def kv_blocks_within_memory(
     measure: Callable[[], int] | None = None,
     least: Callable[[int], int] = int,
     draft: Transformer | None = None,
+    form: str | None = None,
 ) -> int:
     """Return how many KV blocks per layer fit in memory, at most ``wanted``; may be 0.
 
@@ -36,12 +37,13 @@ def kv_blocks_within_memory(
         than half of the free memory; None estimates it instead.
     least: maps this rank's number to the minimum over all ranks.
     draft: a model that has a KV cache with as many blocks.
+    form: the format of the keys and values of gpt, as in ``KVBlocks``.
 
     On a GPU, the blocks may take ``utilization`` of its memory, less what is in use (the weights) and the
     working memory of prefills and decode steps. On a CPU, they may take ``CPU_KV_BYTES``.
     """
-    models = [gpt] if draft is None else [gpt, draft]
-    block_bytes = block_size * sum(one.config.kv_bytes_per_token(one.dtype.itemsize) for one in models)
+    token_bytes = kv_bytes_per_token(gpt, form) + (0 if draft is None else kv_bytes_per_token(draft))
+    block_bytes = block_size * token_bytes
     if gpt.device.type != "cuda":
         return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
     memory = GPUMemory(gpt.device, least)
@@ -52,6 +54,15 @@ def kv_blocks_within_memory(
     except torch.OutOfMemoryError:
         return 0
     return max(0, min(wanted, (_room(memory, utilization) - working) // block_bytes))
+
+
+def kv_bytes_per_token(model: Transformer, form: str | None = None) -> int:
+    """Return the bytes of a cached token in all layers. form: as in ``KVBlocks``."""
+    c = model.config
+    if form is None:
+        return c.kv_bytes_per_token(model.dtype.itemsize)
+    scales = 2 * c.n_layers * c.n_kv_heads
+    return c.kv_bytes_per_token(1) + scales * torch.float32.itemsize
 
 
 def _room(memory: GPUMemory, utilization: float) -> int:

@@ -19,7 +19,6 @@ NO_REMOTE_CODE = "code from checkpoints is never run"
 # Values without effect, and why others are refused. No values: all have none, since they tune vLLM's inside.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), NO_REMOTE_CODE),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "enable_lora": ((False, None), "LoRA adapters are not supported; merge them into the model"),
     "speculative_config": ((None,), 'use {"method": "ngram" or "draft_model", "num_speculative_tokens": N}'),
     "pipeline_parallel_size": ((1,), "use tensor_parallel_size or data_parallel_size"),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.quantized import AnyHeads, full
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_paged_attention_decode_kernel": "attention"}
@@ -66,14 +67,14 @@ class HeldSlots:
     seen: Tensor
     width: int
 
-    def gather(self, cache_layer: Tensor) -> Tensor:
+    def gather(self, cache_layer: AnyHeads) -> Tensor:
         """Return a layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, in slots not seen."""
-        slots = cache_layer.flatten(0, 1)[:, : self.width][self.index]  # [B, H_kv, N, width, D]
+        slots = full(cache_layer.flatten(0, 1)[:, : self.width][self.index])  # [B, H_kv, N, width, D]
         return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
 
 
 def held_slots(
-    block_table: Tensor, context_lens: Tensor, cache_layer: Tensor, last: int | None = None
+    block_table: Tensor, context_lens: Tensor, cache_layer: AnyHeads, last: int | None = None
 ) -> HeldSlots:
     """Return where each sequence's tokens are in any layer.
 

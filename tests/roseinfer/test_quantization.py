@@ -1,4 +1,4 @@
-"""Weights of 8 bits: the same tokens in every kind of step, and what cannot be quantised is refused."""
+"""Weights, keys and values of 8 bits: the same tokens in every kind of step; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import CheckpointError, DeviceError, OptionError, RoseError
+from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
-from rosellm.models.quantized import CODES
+from rosellm.models.model import Transformer
+from rosellm.models.quantized import CODES, QuantizedHeads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_prompts
@@ -44,6 +46,49 @@ def test_every_step_gives_the_tokens_of_the_dequantised_model(model, form, devic
         assert tokens_of(llm.engine, PROMPTS, MIXED) == expected, way
 
 
+@torch.inference_mode()
+def tokens_with_rounded_heads(model: Transformer, prompt: list[int], n_tokens: int, form: str) -> list[int]:
+    """Greedy tokens, by whole forward passes whose keys and values are rounded after their rotation."""
+    like = QuantizedHeads(torch.empty(0, dtype=CODES[form]), torch.empty(0), torch.float32)
+    tokens = list(prompt)
+    for _ in range(n_tokens):
+        whole = CausalAttention([len(tokens)], model.device, model.config.scale, model.config.window)
+        ids, positions = torch.tensor(tokens, device=model.device), torch.arange(len(tokens))
+
+        def attend(layer, q, k, v, whole=whole):
+            return whole(layer, q, like.rounded(k), like.rounded(v))
+
+        hidden = model(ids, positions.to(model.device), attend)
+        tokens.append(model.logits(hidden[-1:]).argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
+def test_every_step_attends_to_rounded_keys_and_values(model, form, device):
+    """In chunks, with shared prefixes, after preemption, and in steps that verify drafts."""
+    plain, _ = load_parts(model, device, "float32")
+    prompts = [*PROMPTS, PROMPTS[1][:40] + PROMPTS[3]]
+    expected = [tokens_with_rounded_heads(plain, prompt, 10, form) for prompt in prompts]
+    ways = [{}, {"prefill_chunk": 16, "prefix_cache": True}, {"num_kv_blocks": 5, "block_size": 32}]
+    ways += [{"speculation": "ngram"}, {"speculation": "draft", "prefix_cache": True}]
+    for way in ways:
+        options = {"device": device, "dtype": "float32", "warm_up": False} | SIZES | way
+        llm = LLM(model, kv_cache_dtype=form, **options)
+        found = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in found] == expected, way
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_quantised_keys_and_values_take_one_byte_and_a_scale_per_head(form):
+    sizes = {"kv_cache_dtype": form, "max_batch_size": 2, "num_kv_blocks": 3, "warm_up": False}
+    engine = LLM("rose-tiny", device="cpu", **sizes).engine
+    config, blocks = engine.config, engine.blocks
+    heads = config.n_layers * 3 * engine.block_size * config.n_kv_heads
+    assert blocks.k_cache.nbytes == blocks.v_cache.nbytes == heads * (config.head_dim + 4)
+
+
 @pytest.mark.parametrize("form", CODES)
 def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
     device, sizes = torch.device("cpu"), {"n_layers": 1, "vocab_size": 640, "n_positions": 64, "d_model": 256}
@@ -66,6 +111,18 @@ def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
         ({"quantization": "int8", "rung": "one_pass"}, RoseError, "exhibits read weights of 16 or 32 bits"),
         ({"quantization": "int8", "tune": True}, OptionError, "cannot be tuned"),
         ({"quantization": "int8", "tensor_parallel_size": 2}, OptionError, "quantised on one GPU"),
+        (
+            {"kv_cache_dtype": "fp4"},
+            OptionError,
+            "kv_cache_dtype 'fp4' is unknown; use 'auto', 'fp8', 'int8'",
+        ),
+        ({"kv_cache_dtype": "fp8", "deterministic": True}, OptionError, "depend on what is cached"),
+        (
+            {"kv_cache_dtype": "int8", "rung": "dense"},
+            RoseError,
+            "keys and values of this rung have the model",
+        ),
+        ({"kv_cache_dtype": "int8", "rung": "one_pass"}, RoseError, "keys and values of this rung have the"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_in_one_line(options, error, words):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rosellm.errors import KVCacheExhausted
+from rosellm.models.quantized import CODES, AnyHeads, QuantizedHeads
 
 
 def blocks_for(n_tokens: int, block_size: int) -> int:
@@ -26,6 +28,8 @@ class KVBlocks:
     """Keys and values of all layers in reference-counted blocks, each ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``.
 
     num_heads: number of key/value heads.
+    dtype: dtype of keys and values.
+    form: the format to which they are quantised, a key of ``quantized.CODES``; None for none.
     caches: existing tensors of keys and values; None allocates them.
     copy_everywhere: runs :meth:`copy_block` in every cache with these block ids, such as those of other ranks
         and of a draft model; None if there is only this one.
@@ -36,6 +40,8 @@ class KVBlocks:
     raised before anything changes.
     """
 
+    k_cache: Any  # a tensor, or ``QuantizedHeads``
+    v_cache: Any
     copy_everywhere: Callable[[int, int], object] | None = None
 
     def __init__(
@@ -48,9 +54,10 @@ class KVBlocks:
         device: torch.device | str,
         dtype: torch.dtype,
         caches: tuple[Tensor, Tensor] | None = None,
+        form: str | None = None,
     ) -> None:
         shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
-        new = (zeros_on(torch.device(device), shape, dtype) for _ in range(2))
+        new = (_heads_on(torch.device(device), shape, dtype, form) for _ in range(2))
         self.k_cache, self.v_cache = new if caches is None else caches
         self.num_layers, self.block_size = num_layers, block_size
         self.max_blocks_per_layer = max_blocks_per_layer
@@ -157,7 +164,8 @@ class KVBlocks:
     def copy_block(self, source: int, target: int) -> None:
         """Copy the keys and values of block ``source`` to block ``target``, in every layer."""
         for cache in (self.k_cache, self.v_cache):
-            cache[:, target].copy_(cache[:, source])
+            for held in (cache,) if isinstance(cache, Tensor) else (cache.codes, cache.scales):
+                held[:, target].copy_(held[:, source])
 
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
         """Append a token to one sequence in one layer, given its key and value ``[H_kv, D]``."""
@@ -215,6 +223,14 @@ class KVBlocks:
                 f"the KV cache needs {needed} more blocks and {len(self._free)} of "
                 f"{self.max_blocks_per_layer} are free"
             )
+
+
+def _heads_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, form: str | None) -> AnyHeads:
+    """Return keys or values of zeros, quantised unless ``form`` is None."""
+    if form is None:
+        return zeros_on(device, shape, dtype)
+    codes, scales = zeros_on(device, shape, CODES[form]), zeros_on(device, shape[:-1], torch.float32)
+    return QuantizedHeads(codes, scales, dtype)
 
 
 def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError
+from rosellm.models.quantized import AnyHeads
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
@@ -36,11 +37,15 @@ from rosellm.roseinfer.kernels.paged_cache import (
     blocks_of,
     described_rows,
     dot_dtype,
+    head_slot,
     layer_arguments,
     load_seen,
     load_tile,
     rows_of,
+    store_quantized,
     store_token,
+    tile_slots,
+    widened,
 )
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.ring_attention import ring_attend
@@ -56,8 +61,8 @@ def append_and_attend_ref(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
+    k_cache_layer: AnyHeads,
+    v_cache_layer: AnyHeads,
     block_table: Tensor,
     positions: Tensor,
     scale: float,
@@ -69,7 +74,8 @@ def append_and_attend_ref(
 
     q: ``[B, H, D]``, or P partial sums ``[P, B, H, D]`` in fp32.
     k_new, v_new: ``[B, H_kv, D]``, or P partial sums ``[P, B, H_kv, D]`` in fp32.
-    k_cache_layer, v_cache_layer: the layer's caches, updated in place.
+    k_cache_layer, v_cache_layer: the layer's caches, updated in place; a quantised cache quantises new tokens
+        before they are attended to.
     block_table: ``[B, MAX_BLOCKS]`` int32, including the new token's block. Entries of blocks entirely before
         the window may hold anything.
     positions: ``[B]`` int32, the number of cached tokens, which is the new token's position; negative for an
@@ -99,7 +105,7 @@ class AttendedRows:
     """
 
     def __init__(
-        self, block_table: Tensor, positions: Tensor, cache_layer: Tensor, window: int | None = None
+        self, block_table: Tensor, positions: Tensor, cache_layer: AnyHeads, window: int | None = None
     ) -> None:
         self.inert = (positions < 0)[:, None, None]
         self.rows = (positions >= 0).nonzero()[:, 0]
@@ -109,7 +115,7 @@ class AttendedRows:
         self.held = held_slots(block_table, positions + 1, cache_layer, window)
 
     def __call__(
-        self, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: AnyHeads, v_cache: AnyHeads, scale: float
     ) -> Tensor:
         k_cache[self.block, :, self.slot] = k_new[self.rows]
         v_cache[self.block, :, self.slot] = v_new[self.rows]
@@ -161,6 +167,8 @@ def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tilin
     else:
         row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
         k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
+        if shape.DTYPE is not None:
+            k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), None, k, v, tiling.DOT)
     return k, v
 
 
@@ -206,29 +214,34 @@ def attend_range(
 def append_new(
     q, keys, v_new, ahead, norm, cache, rotary, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Store the new token's key and value; return the queries' scores with the new key, ``[HEADS]``.
+    """Store the new token's key and value; return the queries' scores with the key, and the value.
 
-    Nothing is stored for an inert row. keys and norm: pairs from :func:`load_heads`.
+    Nothing is stored for an inert row. A quantised cache quantises both. keys and norm: pairs from
+    :func:`load_heads`. The scores are ``[HEADS]``, the value ``[1, D]``.
     """
     position, block, cos, sin, _, _ = ahead
     D: tl.constexpr = shape.D_PADDED
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
-    if position >= 0:
-        k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
-        store_token(cache, block, position, kv_head, k_row, v_row, shape)
-    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+    if shape.DTYPE is None:
+        if position >= 0:
+            k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
+            store_token(cache, block, position, kv_head, k_row, v_row, shape)
+    else:
+        slots = head_slot(block, position % shape.BLOCK_SIZE, kv_head, shape) + tl.arange(0, 1)
+        k_new, v_new = store_quantized(cache, slots, position + tl.arange(0, 1) >= 0, k_new, v_new, shape)
+    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale, v_new
 
 
 @triton.jit
 def load_new(ptr, rotary, count, new, cache, ROWS: tl.constexpr, shape: tl.constexpr):
-    """Load heads as :func:`load_heads` does; partial sums are added up, and rounded to the cache's dtype."""
+    """Load heads as :func:`load_heads` does; partial sums are added up, and rounded to the model's dtype."""
     PARTS: tl.constexpr = shape.PARTS
     heads, swapped = load_heads(ptr, rotary, count, ROWS, shape)
     for part in tl.static_range(1, PARTS):
         more, more_swapped = load_heads(ptr + part * new.part_stride, rotary, count, ROWS, shape)
         heads += more
         swapped += more_swapped
-    dtype: tl.constexpr = cache.k.dtype.element_ty
+    dtype: tl.constexpr = cache.k.dtype.element_ty if shape.DTYPE is None else shape.DTYPE
     return heads.to(dtype), swapped.to(dtype)
 
 
@@ -253,7 +266,9 @@ def load_and_append(
     q = positioned(queries, norms[0], rotary, cos, sin, tiling.NORMS, shape)  # [HEADS, D]
     score = tl.full((HEADS,), float("-inf"), tl.float32)
     if tile == 0:
-        score = append_new(q, keys, v_new, ahead, norms[1], cache, rotary, kv_head, scale, shape, tiling)
+        score, v_new = append_new(
+            q, keys, v_new, ahead, norms[1], cache, rotary, kv_head, scale, shape, tiling
+        )
     q = q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
     if HEADS < tiling.M:
         q = repeated(q, tiling.M)
@@ -396,7 +411,8 @@ def append_and_attend(
     softmax is always fp32.
     """
     _check(plan, window)
-    variant, out = plan.variant, k_cache_layer.new_empty(q.shape[-3:])
+    variant = plan.variant
+    out = torch.empty(*q.shape[-3:], dtype=k_cache_layer.dtype, device=k_cache_layer.device)
     if variant.ring:
         ring_attend(
             out=out, q=q, k_new=k_new, v_new=v_new, k_cache_layer=k_cache_layer, v_cache_layer=v_cache_layer,
@@ -426,7 +442,7 @@ def _check(plan: Plan, window: int | None) -> None:
 
 
 def _tiling(
-    variant: Variant, window: int | None, group: int, cache_layer: Tensor, rotary: Rotary | None
+    variant: Variant, window: int | None, group: int, cache_layer: AnyHeads, rotary: Rotary | None
 ) -> Tiling:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
     if group == 1 and not variant.dot:
@@ -439,7 +455,8 @@ def _tiling(
 def described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
     """Return TMA descriptors of keys and values, or (None, None) if TMA cannot be used."""
     in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
-    if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
+    is_wide = cache.k.dtype == torch.float32 or tl.float32 == shape.DTYPE
+    if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or is_wide:
         return None, None
     return described_rows(cache, tiling.TILE)
 

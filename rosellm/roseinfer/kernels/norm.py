@@ -119,8 +119,7 @@ def normed(x, inside, scale, shift, eps, C: tl.constexpr, SHIFT: tl.constexpr):
 def _add_norm_kernel(
     x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, out_scales_ptr, eps, M,
     C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    SHIFT: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SHIFT: tl.constexpr, DIGITS: tl.constexpr, FINER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums and the bias to one row of x per program, and normalise the row.
 
@@ -142,7 +141,7 @@ def _add_norm_kernel(
     out = normed(x, inside, scale, shift, eps, C, SHIFT)
     if DIGITS > 0:
         out = tl.where(inside, out, 0.0)
-        store_codes(out, out_ptr, out_scales_ptr, row, c, inside, C, DIGITS, LARGEST, FINER)
+        store_codes(out, out_ptr, out_scales_ptr, row, c, inside, C, DIGITS, FINER)
     else:
         tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -186,7 +185,7 @@ def add_norm(
 ) -> Any:
     """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous."""
     rows, width = x.shape
-    constants: dict[str, float] = {"DIGITS": 0, "LARGEST": 0.0, "FINER": 0.0}
+    constants: dict[str, float] = {"DIGITS": 0, "FINER": 0.0}
     out: AnyRows = x.new_empty(rows, width)
     codes, scales = out, x
     if form is not None:

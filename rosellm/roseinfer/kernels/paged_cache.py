@@ -7,11 +7,13 @@ integers, and those of :class:`AttentionShape` as compile-time constants.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import AnyHeads, QuantizedHeads
+from rosellm.roseinfer.kernels.codes import coded
 from rosellm.triton_or_none import TensorDescriptor, next_power_of_2, tl, triton
 
 SMALLEST_DOT = 16  # minimum of each dimension in tl.dot
@@ -22,12 +24,15 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 class PagedCache(NamedTuple):
     """The paged cache of one layer.
 
-    k, v: keys and values, ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]``.
+    k, v: keys and values, ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]``, or their codes.
+    k_scales, v_scales: the scales of codes, ``[N_BLOCKS, H_KV, BLOCK_SIZE]``; k and v if there are none.
     stride: elements from one block to the next.
     """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor
+    v_scales: Tensor
     stride: int
 
 
@@ -59,6 +64,7 @@ class AttentionShape(NamedTuple):
     D_PADDED: head size, rounded up to a power of two.
     BLOCK_SIZE: slots per block.
     PARTS: number of partial sums that q, k and v are given as.
+    DTYPE: dtype of new keys and values, if the cache is quantised, or None.
     """
 
     H: int
@@ -68,6 +74,7 @@ class AttentionShape(NamedTuple):
     D_PADDED: int
     BLOCK_SIZE: int
     PARTS: int = 1
+    DTYPE: object = None
 
 
 class Rows(NamedTuple):
@@ -86,7 +93,7 @@ class Rows(NamedTuple):
 
 
 def layer_arguments(
-    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Any, v_cache: Any, smallest: int = 1
 ) -> tuple[NewTokens, PagedCache, AttentionShape]:
     """Bundle a layer's tensors into the arguments of an attention kernel.
 
@@ -97,16 +104,23 @@ def layer_arguments(
     padded = max(smallest, next_power_of_2(head_dim))
     parts, part_stride = (len(q), q.stride(0)) if q.dim() == 4 else (1, 0)
     new = NewTokens(q, k_new, v_new, q.stride(-3), k_new.stride(-3), part_stride)
-    shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size, parts)
-    return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape
+    sizes = n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size, parts
+    if isinstance(k_cache, QuantizedHeads):
+        scales, dtype = (k_cache.scales, v_cache.scales), TRITON_DTYPES[k_cache.dtype]
+        cache = PagedCache(k_cache.codes, v_cache.codes, *scales, k_cache.codes.stride(0))
+        return new, cache, AttentionShape(*sizes, dtype)
+    return new, PagedCache(k_cache, v_cache, k_cache, v_cache, k_cache.stride(0)), AttentionShape(*sizes)
 
 
-def dot_dtype(x: Tensor):
+def dot_dtype(x: AnyHeads):
     """Return the operand dtype of GEMMs: x's on a GPU, and fp32 in Triton's interpreter.
 
-    The interpreter computes wrong results for bf16 GEMMs.
+    The interpreter computes wrong results for bf16 GEMMs. For a quantised x of 16 bits it is fp16, to which
+    GPUs convert FP8 in one instruction.
     """
-    return TRITON_DTYPES[x.dtype] if x.is_cuda else tl.float32
+    if x.device.type != "cuda":
+        return tl.float32
+    return tl.float16 if isinstance(x, QuantizedHeads) and x.dtype.itemsize == 2 else TRITON_DTYPES[x.dtype]
 
 
 def described_rows(cache: PagedCache, rows: int):
@@ -164,6 +178,51 @@ def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.c
 
 
 @triton.jit
+def tile_slots(blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Return the indices ``[TILE]`` of a tile's scales; blocks as from :func:`blocks_of`."""
+    token = start + tl.arange(0, tiling.TILE)
+    return head_slot(blocks, token % shape.BLOCK_SIZE, kv_head, shape)
+
+
+@triton.jit
+def head_slot(block, slot, kv_head, shape: tl.constexpr):
+    """Return the index of the scale of a slot's key or value for one head."""
+    return (block.to(tl.int64) * shape.H_KV + kv_head) * shape.BLOCK_SIZE + slot
+
+
+@triton.jit
+def widened(cache, slots, held, k, v, DOT: tl.constexpr):
+    """Return codes k and v ``[N, D]`` times their scales, in the operand dtype of GEMMs.
+
+    slots: indices of the scales. held: which of them exist; None for all.
+    """
+    WIDE: tl.constexpr = tl.float32 if DOT is None else DOT
+    if held is None:
+        k_scales, v_scales = tl.load(cache.k_scales + slots), tl.load(cache.v_scales + slots)
+    else:
+        k_scales = tl.load(cache.k_scales + slots, mask=held, other=0.0)
+        v_scales = tl.load(cache.v_scales + slots, mask=held, other=0.0)
+    return k.to(WIDE) * k_scales.to(WIDE)[:, None], v.to(WIDE) * v_scales.to(WIDE)[:, None]
+
+
+@triton.jit
+def store_quantized(cache, slots, stored, k, v, shape: tl.constexpr):
+    """Quantise keys and values ``[N, D]``, store them in ``slots`` where ``stored``, and return what is read.
+
+    slots: indices of scales. The result is fp32.
+    """
+    k_codes, k_scales = coded(k.to(tl.float32), cache.k.dtype.element_ty)
+    v_codes, v_scales = coded(v.to(tl.float32), cache.v.dtype.element_ty)
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    place, mask = slots[:, None] * shape.D + d, stored[:, None] & (d < shape.D)
+    tl.store(cache.k + place, k_codes, mask=mask)
+    tl.store(cache.v + place, v_codes, mask=mask)
+    tl.store(cache.k_scales + slots, k_scales, mask=stored)
+    tl.store(cache.v_scales + slots, v_scales, mask=stored)
+    return k_codes.to(tl.float32) * k_scales[:, None], v_codes.to(tl.float32) * v_scales[:, None]
+
+
+@triton.jit
 def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Load keys and values ``[TILE, D]`` of the tile at token ``start``; 0 outside the attended tokens.
 
@@ -171,8 +230,12 @@ def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, t
     """
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
-    mask = are_seen(start, first, stop, tiling)[:, None] & loaded
-    return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+    seen = are_seen(start, first, stop, tiling)
+    mask = seen[:, None] & loaded
+    k, v = tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+    if shape.DTYPE is not None:
+        k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen, k, v, tiling.DOT)
+    return k, v
 
 
 @triton.jit
@@ -181,10 +244,13 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     if shape.D == shape.D_PADDED:
-        return tl.load(cache.k + place), tl.load(cache.v + place)
-    return tl.load(cache.k + place, mask=d < shape.D, other=0.0), tl.load(
-        cache.v + place, mask=d < shape.D, other=0.0
-    )
+        k, v = tl.load(cache.k + place), tl.load(cache.v + place)
+    else:
+        k = tl.load(cache.k + place, mask=d < shape.D, other=0.0)
+        v = tl.load(cache.v + place, mask=d < shape.D, other=0.0)
+    if shape.DTYPE is not None:
+        k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), None, k, v, tiling.DOT)
+    return k, v
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
+from rosellm.models.quantized import AnyHeads, QuantizedHeads, full, rounded_like
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import new_partial
 from rosellm.roseinfer.kernels.paged_cache import (
@@ -28,11 +29,15 @@ from rosellm.roseinfer.kernels.paged_cache import (
     AttentionShape,
     described_rows,
     dot_dtype,
+    head_slot,
     layer_arguments,
     slot_offset,
+    store_quantized,
+    widened,
 )
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
+from rosellm.roseinfer.kernels.quantize import round_heads
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
@@ -46,8 +51,8 @@ def prefill_attention_ref(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
+    k_cache_layer: AnyHeads,
+    v_cache_layer: AnyHeads,
     block_table: Tensor,
     tiles: Tiles,
     scale: float,
@@ -57,7 +62,8 @@ def prefill_attention_ref(
 
     q: ``[N, H, D]``.
     k_new, v_new: ``[N, H_kv, D]``, which are stored in the caches.
-    k_cache_layer, v_cache_layer: the layer's caches.
+    k_cache_layer, v_cache_layer: the layer's caches; if they are quantised, so are new keys and values before
+        they are attended to.
     block_table: ``[rows, W]`` int32; entries past a sequence's blocks may hold anything.
     tiles: the sequences' tiles. Tokens past the last tile are padding, whose outputs are undefined.
     scale: factor on the scores.
@@ -66,11 +72,12 @@ def prefill_attention_ref(
     Returns ``[N, H, D]`` in q's dtype.
     """
     sequences = _sequences(tiles)
+    k_new, v_new = rounded_like(k_cache_layer, k_new), rounded_like(v_cache_layer, v_new)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
     out = q.new_empty(q.shape)
     for first, count, start, row in sequences:
         new = slice(first, first + count)
-        blocks = block_table[row, : -(-start // k_cache_layer.shape[2])]
+        blocks = block_table[row, : -(-start // k_cache_layer.shape[2])].long()
         k = _with_prefix(k_cache_layer, blocks, start, k_new[new])  # [H_kv, start + count, D]
         v = _with_prefix(v_cache_layer, blocks, start, v_new[new])
         out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale, window).transpose(
@@ -99,12 +106,12 @@ def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
     k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new[new], v_new[new]
 
 
-def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
+def _with_prefix(cache: AnyHeads, blocks: Tensor, start: int, new: Tensor) -> Tensor:
     """Append the new tokens ``[T, H_kv, D]`` to ``start`` cached ones → ``[H_kv, start + T, D]`` in fp32.
 
     blocks: the sequence's blocks that hold the cached tokens.
     """
-    cached = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :start]  # [H_kv, start, D]
+    cached = full(cache[blocks]).transpose(0, 1).flatten(1, 2)[:, :start]  # [H_kv, start, D]
     return torch.cat((cached, new.transpose(0, 1)), dim=1).float()
 
 
@@ -200,7 +207,9 @@ def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
+def _load_cached(
+    cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr
+):
     """Load the cached keys and values ``[BLOCK_N, D]`` of the tokens at positions ``key``.
 
     If MASKED, they are 0 at positions from ``start`` on, which are not cached.
@@ -211,7 +220,12 @@ def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MAS
     else:
         block = tl.load(table_ptr + key // shape.BLOCK_SIZE)
     slot = slot_offset(cache, block, key % shape.BLOCK_SIZE, kv_head, shape)
-    return _load_pair(cache, slot[:, None] + tl.arange(0, shape.D_PADDED)[None, :], held, shape, MASKED)
+    place = slot[:, None] + tl.arange(0, shape.D_PADDED)[None, :]
+    k, v = _load_pair(cache, place, held, shape, MASKED)
+    if shape.DTYPE is not None:
+        slots = head_slot(block, key % shape.BLOCK_SIZE, kv_head, shape)
+        k, v = widened(cache, slots, held if MASKED else None, k, v, DOT)
+    return k, v
 
 
 @triton.jit
@@ -219,10 +233,14 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
     """Store keys and values ``[BLOCK_N, D]`` in the slots of positions ``place``, where ``stored``."""
     d = tl.arange(0, shape.D_PADDED)
     block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
-    slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
-    target = stored[:, None] & (d < shape.D)[None, :]
-    tl.store(cache.k + slot, k, mask=target)
-    tl.store(cache.v + slot, v, mask=target)
+    if shape.DTYPE is None:
+        slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+        target = stored[:, None] & (d < shape.D)[None, :]
+        tl.store(cache.k + slot, k, mask=target)
+        tl.store(cache.v + slot, v, mask=target)
+    else:
+        slots = head_slot(block, place % shape.BLOCK_SIZE, kv_head, shape)
+        store_quantized(cache, slots, stored, k, v, shape)
 
 
 @triton.jit
@@ -302,17 +320,19 @@ def _prefill_attention_kernel(
     block = tl.load(table_ptr + begin_cached // shape.BLOCK_SIZE, mask=begin_cached < end_cached, other=0)
     for begin in range(begin_cached, end_cached, BLOCK_N):
         if k_cached is None:
-            k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
+            k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False, DOT)
         else:
             row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
             k, v = k_cached.load([row, 0]), v_cached.load([row, 0])
+            if shape.DTYPE is not None:
+                k, v = widened(cache, row + j, None, k, v, DOT)
             following = begin + BLOCK_N
             block = tl.load(table_ptr + following // shape.BLOCK_SIZE, mask=following < end_cached, other=0)
         m_i, l_i, acc = _attend(
             q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
         )
     for begin in tl.range(tl.maximum(whole, begin_cached), end_rest, BLOCK_N, num_stages=1):
-        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True)
+        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True, DOT)
         key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
@@ -361,7 +381,7 @@ def prefill_attention(
     q, k_new, v_new: may be slices of a fused projection (strided rows, contiguous ``[H, D]``; k_new and v_new
         with one stride).
     k_cache_layer, v_cache_layer: contiguous. No two new tokens may share a slot, and no new token may use a
-        slot of a prefix that is read.
+        slot of a prefix that is read. If they are quantised, another kernel rounds k_new and v_new in place.
     block_table: each row is contiguous.
     tiles: like block_table, written at least two kernels earlier.
     scale: must be positive.
@@ -380,10 +400,17 @@ def prefill_attention(
     if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.are_drafts):
         raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
     out = q.new_empty(q.shape)
+    if isinstance(k_cache_layer, QuantizedHeads):
+        round_heads(k=k_new, v=v_new, dtype=k_cache_layer.codes.dtype, dependent=dependent)
     partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None
     table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
     together = math.gcd(heads, shape.GROUP)
-    blocks = {"BLOCK_M": tiles.size, "BLOCK_N": block_n, "DOT": dot_dtype(q), "WINDOW": window or 0}
+    blocks = {
+        "BLOCK_M": tiles.size,
+        "BLOCK_N": block_n,
+        "DOT": dot_dtype(k_cache_layer),
+        "WINDOW": window or 0,
+    }
     blocks["DRAFTS"] = tiles.are_drafts
     copied = _described(new.k, new.v, block_n, shape)
     cached = None, None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import CODES, FINER, LARGEST, QuantizedRows, QuantizedWeight, RowFormat
+from rosellm.models.quantized import CODES, FINER, QuantizedRows, QuantizedWeight, RowFormat
+from rosellm.roseinfer.kernels.codes import coded, nearest
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import Activation, activated_ref, gelu, output_width, silu
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-ROLES = {"_quantize_kernel": "quantisation", "_dequantize_kernel": "GEMM"}
+ROLES = {"_quantize_kernel": "quantisation", "_round_heads_kernel": "quantisation"}
+ROLES |= {"_dequantize_kernel": "GEMM"}
 ROWS, PLACES = 8, 512  # codes per program
 
 
@@ -30,32 +32,26 @@ def dequantize_ref(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def store_codes(
-    x, codes_ptr, scales_ptr, row, c, inside,
-    C: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr,
-):  # fmt: skip
+    x, codes_ptr, scales_ptr, row, c, inside, C: tl.constexpr, DIGITS: tl.constexpr, FINER: tl.constexpr
+):
     """Quantise a row x ``[WIDTH]`` fp32, which is 0 outside, and store its codes and scale.
 
     c: the indices of its elements. inside: which of them exist.
-
-    The scale of a row with a NaN is infinite, so that its products are NaN.
     """
-    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=0)
-    scale = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)  # the smallest normal number
-    left = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)  # 448 may have become 448.00003
-    for digit in tl.static_range(DIGITS):
-        nearest = left
-        if codes_ptr.dtype.element_ty == tl.int8:
-            nearest = (left + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest integer
-        codes = nearest.to(codes_ptr.dtype.element_ty)
-        tl.store(codes_ptr + (row * DIGITS + digit) * C + c, codes, mask=inside)
-        left = (left - codes.to(tl.float32)) * FINER
-    tl.store(scales_ptr + row, scale)
+    dtype: tl.constexpr = codes_ptr.dtype.element_ty
+    codes, scale = coded(x[None, :], dtype)
+    place = codes_ptr + row * DIGITS * C + c[None, :]
+    tl.store(place, codes, mask=inside[None, :])
+    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+    if DIGITS == 2:
+        rest = x[None, :] / scale[:, None] - codes.to(tl.float32)
+        tl.store(place + C, nearest(rest * FINER, dtype), mask=inside[None, :])
 
 
 @triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, C: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-    DIGITS: tl.constexpr, LARGEST: tl.constexpr, FINER: tl.constexpr, DEPENDENT: tl.constexpr,
+    DIGITS: tl.constexpr, FINER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantise one row of C elements per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +68,25 @@ def _quantize_kernel(
     if ACTIVATION == "gelu":
         x = gelu(x)
     x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    store_codes(x, codes_ptr, scales_ptr, row, c, inside, C, DIGITS, LARGEST, FINER)
+    store_codes(x, codes_ptr, scales_ptr, row, c, inside, C, DIGITS, FINER)
+
+
+@triton.jit
+def _round_heads_kernel(
+    k_ptr, v_ptr, row_stride, H: tl.constexpr, H_PADDED: tl.constexpr, D: tl.constexpr,
+    D_PADDED: tl.constexpr, dtype: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Round all keys or all values of one token per program."""
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, H_PADDED)[:, None]
+    d = tl.arange(0, D_PADDED)[None, :]
+    inside = (head < H) & (d < D)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    heads_ptr = k_ptr if tl.program_id(1) == 0 else v_ptr
+    place = heads_ptr + row * row_stride + head * D + d
+    codes, scales = coded(tl.load(place, mask=inside, other=0.0).to(tl.float32), dtype)
+    rounded = codes.to(tl.float32) * scales[:, None]
+    tl.store(place, rounded.to(heads_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -94,7 +108,7 @@ def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, d
     dtype = CODES[form.name]
     codes = torch.empty(len(x), form.digits, width, dtype=dtype, device=x.device)
     rows = QuantizedRows(codes, torch.empty(len(x), device=x.device), x.dtype)
-    return rows, {"DIGITS": form.digits, "LARGEST": LARGEST[dtype], "FINER": FINER[dtype]}
+    return rows, {"DIGITS": form.digits, "FINER": FINER[dtype]}
 
 
 def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: int = False) -> QuantizedRows:
@@ -110,6 +124,19 @@ def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: 
         x, rows.codes, rows.scales, C=width, WIDTH=padded, ACTIVATION=activation, **constants, **options
     )
     return rows
+
+
+def round_heads(*, k: Tensor, v: Tensor, dtype: torch.dtype, dependent: int = False) -> None:
+    """Round k and v ``[N, H_kv, D]`` in place to codes times scales, one scale per token and head, in Triton.
+
+    k and v are slices of one fused projection, with a common row stride and contiguous ``[H_kv, D]``.
+
+    dtype: that of the codes.
+    """
+    rows, n_heads, head_dim = k.shape
+    sizes = n_heads, next_power_of_2(n_heads), head_dim, next_power_of_2(head_dim)
+    kind = tl.int8 if dtype == torch.int8 else tl.float8e4nv
+    _round_heads_kernel[(rows, 2)](k, v, k.stride(0), *sizes, kind, num_warps=4, **launch_options(dependent))
 
 
 def dequantize(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

@@ -130,6 +130,7 @@ class SplitAppendAndAttend(AppendAndAttend):
         super().__init__(kernels, blocks, model)
         c = model.config
         can_run = is_stock(kernels, "append_and_attend") and ring.runs_on(model.device, model.dtype)
+        can_run = can_run and isinstance(blocks.k_cache, Tensor)
         self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
         self.fewest_rows = 1 if c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS else 2
 

@@ -96,6 +96,7 @@ class SpeculativeWorker(Worker):
         packed.write_prompts = partial(drafting.write_prompts, texts=self.texts)
         queries = self.config.group * (n_drafts + 1), self.config.head_dim, self.blocks.block_size
         can_run = ring.runs_on(self.device, model.dtype) and is_stock(kernels, "append_and_attend")
+        can_run = can_run and isinstance(self.blocks.k_cache, torch.Tensor)
         self.in_one_tile = can_run and not (invariant or self.config.window) and takes(*queries)
         self._attention = partial(verify_attention, dependent=drafting.dependent)
         self._layers_for = self.layers_for if invariant or self.in_one_tile else packed.layers_for

@@ -1,0 +1,105 @@
+"""Attention over quantised keys and values: they are rounded before anything attends to them."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+
+from rosellm.models.quantized import CODES, QuantizedHeads, full
+from rosellm.roseinfer.kernels.attention import append_and_attend_ref
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan
+from rosellm.roseinfer.kernels.prefill import prefill_attention_ref
+from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from tests.helpers import DTYPES, INTERPRETED, ON_GPU
+from tests.roseinfer.kernels import kernel_checks as check, test_attention, test_prefill
+from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops
+
+pytestmark = check.guarded
+# Triton's interpreter rounds to fp8 wrongly, just below powers of 2.
+PLACES = [
+    *(pytest.param(*INTERPRETED.values, "int8", dtype) for dtype in check.EXACT_IN_INTERPRETER),
+    *(pytest.param("cuda", form, dtype, marks=ON_GPU.marks) for form in CODES for dtype in DTYPES),
+]
+every_format = pytest.mark.parametrize(("device", "form", "dtype"), PLACES)
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # a key may be rounded otherwise
+
+
+def quantised(case: dict, form: str) -> dict:
+    """The case with quantised caches; slots that hold no token have a scale that is NaN."""
+    for name in CACHES:
+        plain = case[name]
+        codes = torch.zeros(plain.shape, dtype=CODES[form], device=plain.device)
+        case[name] = QuantizedHeads(codes, torch.zeros(plain.shape[:-1], device=plain.device), plain.dtype)
+        case[name][:] = plain.nan_to_num()
+        case[name].scales[plain.isnan().any(-1)] = float("nan")
+    return case
+
+
+def copied(case: dict) -> dict:
+    """A copy of the case, with copies of its caches."""
+    heads = {name: case[name] for name in CACHES}
+    rest = check.copied({name: value for name, value in case.items() if name not in CACHES})
+    return rest | {
+        name: QuantizedHeads(one.codes.clone(), one.scales.clone(), one.dtype) for name, one in heads.items()
+    }
+
+
+def assert_equals_spec(name: str, case: dict, **options) -> None:
+    """Outputs near, and caches within a code or so: another order of sums may round to another code."""
+    theirs = copied(case)
+    found, expected = getattr(TRITON, name)(**case, **options), getattr(TORCH, name)(**theirs)
+    check.assert_near(found, expected, TOLERANCE[found.dtype])
+    for cache in CACHES:
+        mine, spec = full(case[cache]), full(theirs[cache])
+        assert torch.equal(mine.isnan(), spec.isnan())
+        off, size = (mine - spec).abs().nan_to_num(), spec.abs().nan_to_num()
+        assert (off <= size / 7 + size.amax(-1, keepdim=True) / 100).all() and (off > 0).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_the_specs_attend_to_what_the_cache_then_holds(form):
+    case = quantised(test_attention.make_case([0, 13, -1, 4, 5, 8], n_heads=4, head_dim=20), form)
+    positions = case["positions"].tolist()
+    found, whole = append_and_attend_ref(**case), case | {name: full(case[name]) for name in CACHES}
+    for new, cache in (("k_new", "k_cache_layer"), ("v_new", "v_cache_layer")):
+        whole[new] = case[cache].rounded(case[new])
+    check.assert_near(found, attention_by_loops(whole, range(6), positions))
+
+    starts, counts = [0, 5, 9], [7, 1, 4]
+    case = quantised(test_prefill.make_case(starts, counts, n_heads=4, head_dim=20), form)
+    found, whole = prefill_attention_ref(**case), case | {name: full(case[name]) for name in CACHES}
+    for new, cache in (("k_new", "k_cache_layer"), ("v_new", "v_cache_layer")):
+        whole[new] = case[cache].rounded(case[new])
+    each = chain(*([row] * n for row, n in zip(test_prefill.rows_of(starts), counts, strict=True)))
+    places = chain(*(range(a, a + n) for a, n in zip(starts, counts, strict=True)))
+    check.assert_near(found, attention_by_loops(whole, each, places))
+
+
+@every_format
+@pytest.mark.parametrize("seed", range(6))
+def test_decode_attention_equals_the_spec_over_random_shapes(seed, device, form, dtype):
+    rng = random.Random(seed)
+    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice((3, 16, 24, 64))
+    shape = {"n_heads": kv_heads * (1, 3, 5)[seed % 3], "n_kv_heads": kv_heads, "block_size": block_size}
+    shape |= {"window": rng.choice((None, None, 9)), "rotary": ("", "plain", "norms")[seed // 2]}
+    positions = [0, *(rng.randrange(-2, 3 * block_size) for _ in range(rng.randrange(1, 5)))]
+    places = {"head_dim": rng.choice((16, 24)), "dtype": dtype, "device": device, "seed": seed}
+    case = quantised(test_attention.make_case(positions, **shape, **places, parts=(1, 2)[seed % 2]), form)
+    variant = Variant((16, 32)[seed % 2], rng.choice((0, 5)), stages=1 + seed % 2)
+    plan = make_plan(case["positions"], variant, case["window"])
+    assert_equals_spec("append_and_attend", case | {"plan": plan})
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "window"),
+    [(1, 20, 8, None), (2, 64, 64, None), (4, 128, 64, None), (2, 16, 16, 20)],
+)
+def test_prefill_attention_equals_the_spec(group, head_dim, block_size, window, device, form, dtype):
+    sizes = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
+    sizes |= {"dtype": dtype, "device": device, "window": window}
+    case = quantised(test_prefill.make_case([0, 5, 64, 150], [64, 65, 1, 70], **sizes), form)
+    assert_equals_spec("prefill_attention", case)
