@@ -1,6 +1,6 @@
-"""What weights of 8 bits gain and cost: ``python -m rosellm.bench formats --model rose-tiny``.
+"""What weights, keys and values of 8 bits gain and cost: ``python -m rosellm.bench formats``.
 
-Speed: engines with weights of every format take turns at the same requests of random token ids. Quality, for
+Speed: engines of every format take turns at the same requests of random token ids. Quality, for
 ``--windows`` above 0: each format's perplexity on held-out text, and how far its distributions of the next
 token are from those of fp32 weights: their mean KL divergence, by position.
 """
@@ -9,40 +9,73 @@ from __future__ import annotations
 
 import random
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rosellm.bench.options import add_common_options, count, counts
+from rosellm.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
-from rosellm.errors import OptionError
-from rosellm.models.loading import load_parts
+from rosellm.bench.workloads import MODEL_WORKLOADS, Workload
+from rosellm.errors import OptionError, describe
+from rosellm.models.attention import CausalAttention
+from rosellm.models.loading import arch_of, load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, QuantizedProjection
+from rosellm.models.quantized import CODES, QuantizedProjection, rounded_heads
 from rosellm.models.tokenizer import Tokenizer
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 from rosellm.rosetrainer.corpus import read_corpus
-from rosellm.rosetrainer.training import token_stream, window_logits
+from rosellm.rosetrainer.training import token_stream
 
-PLAIN = "none"  # weights in the engine's dtype
-FORMATS = (PLAIN, *CODES)
+PLAIN = "none"  # weights, keys and values in the engine's dtype
+KV = "kv-"  # before the format of keys and values
+FORMATS = (PLAIN, *CODES, *(KV + form for form in CODES))
+BLOCK = 64  # tokens of a KV block
 POSITIONS = 64  # of a bucket of KL divergences
 WINDOW = 512  # tokens, at most
+
+
+class Runs(NamedTuple):
+    """Requests that every engine runs. new_tokens: of each. rows: how many run together, at most."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    new_tokens: list[int]
+    rows: int
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens by which speeds are given: new ones or, with one each, the prompts'."""
+        return sum(self.new_tokens) if max(self.new_tokens) > 1 else sum(map(len, self.prompts))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each request, prompt and output."""
+        return [len(prompt) + n for prompt, n in zip(self.prompts, self.new_tokens, strict=True)]
 
 
 def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
     add = add_common_options(parser, __doc__, run)
-    add("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="default: all")
+    add(
+        "--formats",
+        nargs="+",
+        default=FORMATS[:3],
+        help=f"of {', '.join(FORMATS)}; joined by +, as fp8+kv-fp8",
+    )
     add("--rows", **counts((1, 8, 64), 256), help="requests that run together")
     add("--prompt-tokens", **count(1), help="random token ids of every prompt")
     add("--new-tokens", **count(128), help="tokens of every answer")
+    add("--workloads", nargs="+", choices=MODEL_WORKLOADS, metavar="ID", help="instead of --rows")
     add("--turns", **count(3), help="measured runs of each engine")
     add("--windows", **count(0, low=0), help=f"windows of {WINDOW} held-out tokens, for quality")
 
@@ -53,44 +86,81 @@ def run(given: Namespace) -> None:
         check_writable(given.json)
     if given.windows and given.load_format == "dummy":
         raise OptionError("random weights have no quality; leave out --windows or --load-format dummy")
-    quality = measure_quality(given) if given.windows else {}
-    engines = _engines(given)
-    weight_bytes = {form: weight_bytes_of(engine.model) for form, engine in engines.items()}
+    formats = {name: parse_format(name) for name in given.formats}
+    quality = measure_quality(given, formats) if given.windows else {}
+    runs, engines = _load(given, formats)
+    weight_bytes = {name: weight_bytes_of(engine.model) for name, engine in engines.items()}
     seconds = {}
-    for rows in given.rows:
-        seconds[rows] = in_turns(engines, given, rows)
-        n_tokens = rows * (given.new_tokens if given.new_tokens > 1 else given.prompt_tokens)
-        speeds = {form: n_tokens / median(own) for form, own in seconds[rows].items()}
+    for key, one in runs.items():
+        seconds[key] = in_turns(engines, one, given.turns)
+        speeds = {name: one.n_tokens / median(own) for name, own in seconds[key].items()}
         first = next(iter(speeds.values()))
-        each = (f"{form} {speed:9.0f} ({speed / first:.2f})" for form, speed in speeds.items())
-        print(f"× {rows:3}: tok/s {', '.join(each)}", flush=True)
+        each = (f"{name} {speed:9.0f} ({speed / first:.2f})" for name, speed in speeds.items())
+        print(f"{key:>4}: tok/s {', '.join(each)}", flush=True)
     if given.json:
         first_engine = next(iter(engines.values()))
         facts = {"model": given.model, "load_format": given.load_format, "engine": engine_facts(first_engine)}
         facts |= {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens}
         figures = {"seconds": seconds, "weight_bytes": weight_bytes, "quality": quality}
+        figures["tokens"] = {key: one.n_tokens for key, one in runs.items()}
         write_record(given.json, new_record("formats", first_engine.device, **facts, figures=figures))
 
 
-def _engines(given: Namespace) -> dict[str, Engine]:
-    source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
-    length = given.prompt_tokens + given.new_tokens
-    source |= {"max_batch_size": max(given.rows), "max_model_len": length}
-    forms = {form: None if form == PLAIN else form for form in given.formats}
-    return {name: load_engine(given.model, quantization=form, **source) for name, form in forms.items()}
+def parse_format(name: str) -> tuple[str | None, str | None]:
+    """Return the formats of the weights, and of keys and values, of a name such as "fp8+kv-int8"."""
+    weights, heads = None, None
+    for part in name.split("+"):
+        if part not in FORMATS:
+            raise OptionError(f"--formats: {describe(part)} is unknown; use {', '.join(FORMATS)}")
+        if part.startswith(KV):
+            heads = part.removeprefix(KV)
+        elif part != PLAIN:
+            weights = part
+    return weights, heads
 
 
-def in_turns(engines: dict[str, Engine], given: Namespace, rows: int) -> dict[str, list[float]]:
-    """Return the seconds of every measured run of ``rows`` requests by each engine, after one for warm-up."""
+def _load(
+    given: Namespace, formats: dict[str, tuple[str | None, str | None]]
+) -> tuple[dict[str, Runs], dict[str, Engine]]:
+    source: dict[str, Any] = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
+    vocab = arch_of(given.model, given.load_format).vocab_size
+    if given.workloads:
+        runs = {name: _workload(MODEL_WORKLOADS[name], vocab) for name in given.workloads}
+    else:
+        runs = {str(rows): _equal(given, rows, vocab) for rows in given.rows}
+    source |= {"max_batch_size": max(one.rows for one in runs.values()), "block_size": BLOCK}
+    source |= {"max_model_len": max(max(one.lengths) for one in runs.values())}
+    n_blocks = (sum(blocks_for(length, BLOCK) + 1 for length in one.lengths) for one in runs.values())
+    source |= {"num_kv_blocks": max(n_blocks)}
+    engines = {}
+    for name, (weights, heads) in formats.items():
+        engines[name] = load_engine(
+            given.model, quantization=weights, kv_cache_dtype=heads or "auto", **source
+        )
+    return runs, engines
+
+
+def _equal(given: Namespace, rows: int, vocab: int) -> Runs:
     draw = random.Random(0)
-    vocab = next(iter(engines.values())).config.vocab_size
     prompts = [[draw.randrange(vocab) for _ in range(given.prompt_tokens)] for _ in range(rows)]
-    params = [SamplingParams(temperature=0.0, max_tokens=given.new_tokens, ignore_eos=True)] * rows
+    params = SamplingParams(temperature=0.0, max_tokens=given.new_tokens, ignore_eos=True)
+    return Runs(prompts, [params] * rows, [given.new_tokens] * rows, rows)
+
+
+def _workload(workload: Workload, vocab: int) -> Runs:
+    options = Namespace(**workload.flags(), seed=0)
+    prompts = [prompt for prompt in make_prompts(options, vocab) if isinstance(prompt, list)]
+    return Runs(prompts, request_params(options), new_tokens(options), workload.max_batch_size)
+
+
+def in_turns(engines: dict[str, Engine], given: Runs, turns: int) -> dict[str, list[float]]:
+    """Return the seconds of every measured run by each engine, after one for warm-up."""
     seconds: dict[str, list[float]] = {form: [] for form in engines}
-    for turn in range(1 + given.turns):
+    config = SchedulerConfig(max_batch_size=given.rows)
+    for turn in range(1 + turns):
         for form, engine in engines.items():
             start = perf_counter()
-            OfflineScheduler(engine).run(prompts, params)
+            OfflineScheduler(engine, config).run(given.prompts, given.params)
             if turn:
                 seconds[form].append(perf_counter() - start)
     return seconds
@@ -112,10 +182,11 @@ def weight_bytes_of(model: Transformer) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def measure_quality(given: Namespace) -> dict[str, Any]:
+def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str | None]]) -> dict[str, Any]:
     """Return each format's perplexity on held-out text, and its mean KL divergence from fp32 by position.
 
-    Activations are in fp32, so the formats' weights are all that differs.
+    Activations are in fp32; in further entries for quantised weights, they have two digits, or one, as on a
+    GPU.
     """
     load = {"device": given.device, "dtype": "float32", "load_format": given.load_format}
     exact, tokenizer = load_parts(given.model, **load)
@@ -124,22 +195,50 @@ def measure_quality(given: Namespace) -> dict[str, Any]:
     stream = token_stream(read_corpus().validation, tokenizer, exact.device)
     windows = [stream[i * length : (i + 1) * length + 1] for i in range(given.windows)]
     windows = [window for window in windows if len(window) == length + 1]
-    models = {PLAIN: exact}
-    for form in given.formats:
-        if form != PLAIN:
-            models[form], _ = load_parts(given.model, **load, quantization=form)
-    losses: dict[str, list[float]] = {form: [] for form in models}
-    away: dict[str, list[Tensor]] = {form: [] for form in models}
-    for window in windows:
-        logits = {form: window_logits(model, window[None]).log_softmax(-1) for form, model in models.items()}
-        for form, own in logits.items():
-            losses[form].append(-own.gather(1, window[1:, None]).mean().item())
-            away[form].append((logits[PLAIN].exp() * (logits[PLAIN] - own)).sum(-1))
+    models: dict[str | None, Transformer] = {None: exact}
+    for weights, _ in formats.values():
+        if weights not in models:
+            models[weights], _ = load_parts(given.model, **load, quantization=weights)
     found: dict[str, dict[str, Any]] = {}
-    for form in models:
-        kl = torch.stack(away[form]).mean(0)  # [T]
-        perplexity = torch.tensor(losses[form]).double().mean().exp().item()
-        found[form] = {"perplexity": perplexity, "kl": kl.mean().item()}
-        found[form]["kl_by_position"] = [one.mean().item() for one in kl.split(POSITIONS)]
-        print(f"{form:6} perplexity {perplexity:.4f}, KL divergence {found[form]['kl']:.6f} nats per token")
+    expected = [_log_probabilities(exact, window) for window in windows]
+    for name, (weights, heads) in ({PLAIN: (None, None)} | formats).items():
+        for digits in (None, 2, 1) if weights else (None,):
+            key = name if digits is None else f"{name}, activations of {digits} digit{'s' * (digits > 1)}"
+            _set_digits(models[weights], digits)
+            own = (_log_probabilities(models[weights], window, heads) for window in windows)
+            found[key] = _distance(expected, own, windows)
+            kl = found[key]["kl"]
+            print(
+                f"{key:35} perplexity {found[key]['perplexity']:.4f}, KL divergence {kl:.6f} nats per token"
+            )
     return {"windows": len(windows), "tokens": length, "bucket": POSITIONS, "formats": found}
+
+
+def _set_digits(model: Transformer, digits: int | None) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantizedProjection):
+            module.digits = digits
+
+
+def _log_probabilities(model: Transformer, window: Tensor, heads: str | None = None) -> Tensor:
+    """Return the log-probabilities ``[T, V]`` of the next tokens. heads: the format of keys and values."""
+    ids, config = window[:-1], model.config
+    whole = CausalAttention([len(ids)], ids.device, config.scale, config.window)
+
+    def rounding(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return whole(layer, q, rounded_heads(k, str(heads)), rounded_heads(v, str(heads)))
+
+    attend = whole if heads is None else rounding
+    hidden = model(ids, torch.arange(len(ids), device=ids.device), attend)
+    return model.logits(hidden).float().log_softmax(-1)
+
+
+def _distance(expected: list[Tensor], found: Iterable[Tensor], windows: list[Tensor]) -> dict[str, Any]:
+    losses, away = [], []
+    for wanted, own, window in zip(expected, found, windows, strict=True):
+        losses.append(-own.gather(1, window[1:, None]).mean().item())
+        away.append((wanted.exp() * (wanted - own)).sum(-1))
+    kl = torch.stack(away).mean(0)  # [T]
+    perplexity = torch.tensor(losses).double().mean().exp().item()
+    by_position = [one.mean().item() for one in kl.split(POSITIONS)]
+    return {"perplexity": perplexity, "kl": kl.mean().item(), "kl_by_position": by_position}

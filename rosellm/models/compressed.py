@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import CheckpointError, describe
-from rosellm.models.quantized import CODES, QuantizedWeight
+from rosellm.models.quantized import QuantizedWeight
 
 STORED = {"float-quantized": "fp8", "int-quantized": "int8", "pack-quantized": "int8"}
 SUPPORTED = "compressed-tensors with 8-bit weights and one scale per output or tensor, for all layers, is"
@@ -66,10 +66,9 @@ def copy_codes(weight: QuantizedWeight, name: str, stored: dict[str, Tensor], dt
         from compressed_tensors.compressors import unpack_from_int32
 
         codes = unpack_from_int32(stored["weight_packed"], 8, torch.Size(stored["weight_shape"].tolist()))
-    form = next(form for form, dtype in CODES.items() if dtype == weight.dtype)
     if codes.dtype != weight.dtype:
         kind = str(codes.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{name} is stored as {kind}; quantization_config says {form}")
+        raise CheckpointError(f"{name} is stored as {kind}; quantization_config says {weight.form}")
     if codes.shape != weight.shape or scales.numel() not in (1, len(weight)):
         shapes = f"{list(codes.shape)} with {scales.numel()} scales"
         raise CheckpointError(f"{name} has shape {shapes}; the config asks for {list(weight.shape)}")

@@ -26,6 +26,11 @@ QUANTIZATION = "quantise the weights of all layers to 8 bits"
 KV_DTYPE = "quantise keys and values to 8 bits"
 
 
+def form_of(codes: Tensor) -> str:
+    """Return the format of codes, a key of ``CODES``."""
+    return next(form for form, dtype in CODES.items() if dtype == codes.dtype)
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight ``[N, K]`` of 8 bits.
@@ -44,6 +49,11 @@ class QuantizedWeight:
     @property
     def dtype(self) -> torch.dtype:
         return self.codes.dtype
+
+    @property
+    def form(self) -> str:
+        """The format, a key of ``CODES``."""
+        return form_of(self.codes)
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -157,6 +167,11 @@ class QuantizedHeads:
         return self.codes.device
 
     @property
+    def form(self) -> str:
+        """The format, a key of ``CODES``."""
+        return form_of(self.codes)
+
+    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
@@ -176,13 +191,6 @@ class QuantizedHeads:
         """Return a view with dimensions ``first`` to ``last`` as one, as ``Tensor.flatten`` does."""
         return QuantizedHeads(self.codes.flatten(first, last), self.scales.flatten(first, last), self.dtype)
 
-    def rounded(self, heads: Tensor) -> Tensor:
-        """Return heads ``[..., D]`` as they would be read from this cache, in their dtype."""
-        codes, scales = torch.empty_like(heads, dtype=self.codes.dtype), heads.new_empty(heads.shape[:-1])
-        held = QuantizedHeads(codes, scales.float(), self.dtype)
-        held[...] = heads
-        return held.dequantized().to(heads.dtype)
-
     def dequantized(self) -> Tensor:
         """Return the keys or values in fp32."""
         return self.codes.float() * self.scales[..., None]
@@ -196,9 +204,17 @@ def full(x: AnyWeight | AnyRows | AnyHeads) -> Tensor:
     return x if isinstance(x, Tensor) else x.dequantized()
 
 
+def rounded_heads(heads: Tensor, form: str) -> Tensor:
+    """Return heads ``[..., D]`` as they would be read from a cache of a format, in their dtype."""
+    codes = torch.empty_like(heads, dtype=CODES[form])
+    held = QuantizedHeads(codes, torch.empty(*heads.shape[:-1], device=heads.device), heads.dtype)
+    held[...] = heads
+    return held.dequantized().to(heads.dtype)
+
+
 def rounded_like(cache: AnyHeads, heads: Tensor) -> Tensor:
     """Return heads ``[..., D]`` as they would be read from a cache, in their dtype."""
-    return heads if isinstance(cache, Tensor) else cache.rounded(heads)
+    return heads if isinstance(cache, Tensor) else rounded_heads(heads, cache.form)
 
 
 def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWeight:
@@ -217,13 +233,18 @@ class QuantizedProjection(nn.Module):
 
     weight: as in :class:`QuantizedWeight`.
     bias: ``[N]``, or None.
+    digits: the number of codes to which each input is rounded first; None leaves it as it is.
     """
+
+    digits: int | None = None
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.digits is not None:
+            x = QuantizedRows.of(x, RowFormat(self.weight.form, self.digits)).dequantized().to(x.dtype)
         return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
 
 

@@ -13,9 +13,11 @@ CPU = ["formats", "--device", "cpu", "--rows", "1,2", "--new-tokens", "3", "--tu
 
 def test_the_record_has_speed_size_and_quality_of_every_format(tmp_path, capsys):
     path = tmp_path / "formats.json"
-    assert main([*CPU, "--model", "rose-tiny-qwen3", "--windows", "2", "--json", str(path)]) == 0
+    formats = [*FORMATS, "int8+kv-int8"]
+    options = ["--windows", "2", "--formats", *formats, "--json", str(path)]
+    assert main([*CPU, "--model", "rose-tiny-qwen3", *options]) == 0
     found = json.loads(path.read_text())["figures"]
-    assert all(list(own) == list(FORMATS) for own in found["seconds"].values())
+    assert all(list(own) == formats for own in found["seconds"].values())
     model, _ = load_parts("rose-tiny-qwen3", "cpu", "float32")
     codes = model.config.n_layers * sum(n * k for n, k in model.config.shapes.values())
     sizes = found["weight_bytes"]
@@ -27,8 +29,22 @@ def test_the_record_has_speed_size_and_quality_of_every_format(tmp_path, capsys)
         assert sizes[form]["others"] == sizes[PLAIN]["others"]
         assert 0 < quality[form]["kl"] < 0.1
         assert abs(quality[form]["perplexity"] / quality[PLAIN]["perplexity"] - 1) < 0.05
+        one, two = (quality[f"{form}, activations of {n}"]["kl"] for n in ("1 digit", "2 digits"))
+        assert 0.98 * quality[form]["kl"] < two < one
     assert quality[PLAIN]["kl"] == 0 and quality["int8"]["kl"] < quality["fp8"]["kl"]
+    assert 0 < quality["kv-int8"]["kl"] < quality["kv-fp8"]["kl"] < quality["int8+kv-int8"]["kl"] + 0.01
     assert "KL divergence" in capsys.readouterr().out
+
+
+def test_the_workloads_of_models_are_measured(capsys):
+    options = ["--model", "rose-tiny", "--workloads", "TTFT64", "--turns", "1"]
+    assert main(["formats", "--device", "cpu", *options, "--formats", "none", "int8+kv-fp8"]) == 0
+    assert "TTFT64: tok/s none" in capsys.readouterr().out
+
+
+def test_an_unknown_format_is_one_line(capsys):
+    assert main([*CPU, "--formats", "none", "fp8+kv-int3"]) == 2
+    assert "--formats: 'kv-int3' is unknown; use none, fp8, int8, kv-fp8, kv-int8" in capsys.readouterr().err
 
 
 def test_random_weights_have_no_quality(capsys):

@@ -13,7 +13,7 @@ from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, QuantizedHeads
+from rosellm.models.quantized import CODES, rounded_heads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_prompts
@@ -49,14 +49,13 @@ def test_every_step_gives_the_tokens_of_the_dequantised_model(model, form, devic
 @torch.inference_mode()
 def tokens_with_rounded_heads(model: Transformer, prompt: list[int], n_tokens: int, form: str) -> list[int]:
     """Greedy tokens, by whole forward passes whose keys and values are rounded after their rotation."""
-    like = QuantizedHeads(torch.empty(0, dtype=CODES[form]), torch.empty(0), torch.float32)
     tokens = list(prompt)
     for _ in range(n_tokens):
         whole = CausalAttention([len(tokens)], model.device, model.config.scale, model.config.window)
         ids, positions = torch.tensor(tokens, device=model.device), torch.arange(len(tokens))
 
         def attend(layer, q, k, v, whole=whole):
-            return whole(layer, q, like.rounded(k), like.rounded(v))
+            return whole(layer, q, rounded_heads(k, form), rounded_heads(v, form))
 
         hidden = model(ids, positions.to(model.device), attend)
         tokens.append(model.logits(hidden[-1:]).argmax().item())

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import torch
 
-from rosellm.models.quantized import CODES, QuantizedHeads, full
+from rosellm.models.quantized import CODES, QuantizedHeads, full, rounded_heads
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan
 from rosellm.roseinfer.kernels.prefill import prefill_attention_ref
@@ -64,15 +64,15 @@ def test_the_specs_attend_to_what_the_cache_then_holds(form):
     case = quantised(test_attention.make_case([0, 13, -1, 4, 5, 8], n_heads=4, head_dim=20), form)
     positions = case["positions"].tolist()
     found, whole = append_and_attend_ref(**case), case | {name: full(case[name]) for name in CACHES}
-    for new, cache in (("k_new", "k_cache_layer"), ("v_new", "v_cache_layer")):
-        whole[new] = case[cache].rounded(case[new])
+    for new in ("k_new", "v_new"):
+        whole[new] = rounded_heads(case[new], form)
     check.assert_near(found, attention_by_loops(whole, range(6), positions))
 
     starts, counts = [0, 5, 9], [7, 1, 4]
     case = quantised(test_prefill.make_case(starts, counts, n_heads=4, head_dim=20), form)
     found, whole = prefill_attention_ref(**case), case | {name: full(case[name]) for name in CACHES}
-    for new, cache in (("k_new", "k_cache_layer"), ("v_new", "v_cache_layer")):
-        whole[new] = case[cache].rounded(case[new])
+    for new in ("k_new", "v_new"):
+        whole[new] = rounded_heads(case[new], form)
     each = chain(*([row] * n for row, n in zip(test_prefill.rows_of(starts), counts, strict=True)))
     places = chain(*(range(a, a + n) for a, n in zip(starts, counts, strict=True)))
     check.assert_near(found, attention_by_loops(whole, each, places))
