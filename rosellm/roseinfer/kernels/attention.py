@@ -263,6 +263,7 @@ def load_and_append(
     queries = load_new(q_ptr, rotary, shape.GROUP, new, cache, HEADS, shape)
     keys = load_new(new.k + kv_place, rotary, n_new, new, cache, 1, shape)
     v_new, _ = load_new(new.v + kv_place, None, n_new, new, cache, 1, shape)
+    v_new = v_new.to(tl.float32)
     q = positioned(queries, norms[0], rotary, cos, sin, tiling.NORMS, shape)  # [HEADS, D]
     score = tl.full((HEADS,), float("-inf"), tl.float32)
     if tile == 0:
@@ -273,7 +274,7 @@ def load_and_append(
     if HEADS < tiling.M:
         q = repeated(q, tiling.M)
         score = tl.reshape(repeated(score[:, None], tiling.M), (tiling.M,))
-    return q, score, v_new.to(tl.float32)
+    return q, score, v_new
 
 
 @triton.jit

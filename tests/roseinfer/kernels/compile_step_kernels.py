@@ -31,6 +31,7 @@ from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
 from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.kernels.verify_attention import verify_attention
+from rosellm.roseinfer.layers import products
 from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM, LADDER
 from rosellm.roseinfer.steps import captured_prefill
 from tests.helpers import CPU, FAMILIES, small_config, small_engine
@@ -39,6 +40,7 @@ from tests.roseinfer.steps.fake_graphs import FakeGraphs
 RUN, MAKE_CUBIN = JITFunction.run, CUDABackend.make_cubin
 H200, ADA, ASSEMBLED = 90, 89, (80, 100)
 ROWS = {H200: (1, 8, 64), ADA: (8, 256)}  # of many, tiles take the most shared memory
+QUANTIZED = {H200: ("fp8", "int8"), ADA: ("fp8",)}
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
 MODERN = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "d_ff": 3072}
 MODELS = {
@@ -49,14 +51,26 @@ MODELS = {
 }
 
 
-def launch_all(kernels: Kernels, dtype: torch.dtype, shape: dict[str, Any], rows: tuple[int, ...]) -> None:
+def launch_all(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    shape: dict[str, Any],
+    rows: tuple[int, ...],
+    form: str | None = None,
+) -> None:
     """The kernels of prefills in whole and in pieces, and of decode steps of those numbers of rows.
 
-    Decode steps also verify drafts, from the text and of a draft model.
+    Decode steps also verify drafts, from the text and of a draft model. form: the format of weights, keys and
+    values.
     """
-    config = small_config(n_layers=1, vocab_size=50257, n_positions=4096, **shape)
-    model = Transformer.allocate(config, CPU, dtype)
-    sizes = {"max_batch_size": max(rows), "num_kv_blocks": 4, "block_size": 64}
+    config = small_config(n_layers=2, vocab_size=50257, n_positions=4096, **shape)
+    model = Transformer.allocate(config, CPU, dtype, quantization=form)
+    sizes = {
+        "max_batch_size": max(rows),
+        "num_kv_blocks": 4,
+        "block_size": 64,
+        "kv_cache_dtype": form or "auto",
+    }
     drafted = replace(LADDER["speculative"], speculation="draft")
     for recipe, draft in (BEST_RUNG, None), ("speculative", None), (drafted, model):
         engine = small_engine(model, recipe=recipe, draft=draft, kernels=kernels, warm_up=False, **sizes)
@@ -105,12 +119,17 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int, list[str]]]
     CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
     ring.runs_on = lambda *_arguments: capability == H200
-    attention.dot_dtype = prefill.dot_dtype = lambda q: TRITON_DTYPES[q.dtype]
+    attention.dot_dtype = prefill.dot_dtype = lambda x: (
+        TRITON_DTYPES[x.dtype] if isinstance(x, torch.Tensor) else TRITON_DTYPES[torch.float16]
+    )
+    products.scaled_product = lambda x, projection: torch.zeros(len(x), len(projection.weight), dtype=x.dtype)
     assembly.graphs_on, assembly.room_of = lambda device: FakeGraphs(), lambda *_arguments: 16
     captured_prefill.CAPTURED_TOKENS = 384
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for family in MODELS if capability == H200 else ("gpt2", "qwen3"):
         launch_all(kernels, *MODELS[family], rows=ROWS.get(capability, (8,)))
+    for form in QUANTIZED.get(capability, ()):
+        launch_all(kernels, *MODELS["qwen3"], rows=ROWS[capability], form=form)
     return list(compiled.values())
 
 

@@ -35,6 +35,11 @@ KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", 
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
 KERNELS |= {"_match", "_expand", "_choose", "_accept", "_uncached"}
 KERNELS |= {"_copy_counts", "_count_drafts"}
+OF_CAPABILITY = {
+    89: {"_dequantize", "_round_heads"},
+    90: {"_ring", "_ring_attention", "_verify_attention", "_quantize", "_round_heads"},
+}
+RELEASE_FIRST = {"_add_norm_kernel", "_quantize_kernel"}
 
 
 @pytest.fixture
@@ -71,9 +76,9 @@ def places(pattern: str, ptx: str) -> list[int]:
 
 
 def assert_waits_once_then_releases_once_then_writes(name: str, ptx: str) -> None:
-    """The norm releases its successor first."""
+    """Those that a GEMM or the head follows release it first."""
     waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
-    assert len(waits) == len(releases) == 1 and (waits < releases) == (name != "_add_norm_kernel"), name
+    assert len(waits) == len(releases) == 1 and (waits < releases) == (name not in RELEASE_FIRST), name
     writes = places(r"\bst\.global", ptx)
     assert writes and min(writes) > waits[0], name
 
@@ -110,7 +115,7 @@ IN_FLIGHT |= {"_decode_attention_kernel": "cache"}
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled):
     """Dependent launches from 9.0 on, ordinary ones before."""
-    kernels = KERNELS | {"_ring", "_ring_attention", "_verify_attention"} if capability == 90 else KERNELS
+    kernels = KERNELS | OF_CAPABILITY.get(capability, set())
     assert {name.removesuffix("_kernel") for name, *_ in compiled} == kernels
     for name, ptx, dependent, shared, pointers in compiled:
         assert f".target sm_{capability}" in ptx
