@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError
-from rosellm.models.quantized import AnyHeads
+from rosellm.models.quantized import AnyHeads, QuantizedHeads
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
@@ -22,6 +22,7 @@ from rosellm.roseinfer.kernels.online_softmax import (
     attend_tile,
     combine,
     gathered,
+    lowered,
     new_partial,
     no_keys,
     store_heads,
@@ -39,13 +40,13 @@ from rosellm.roseinfer.kernels.paged_cache import (
     dot_dtype,
     head_slot,
     layer_arguments,
+    load_scales,
     load_seen,
     load_tile,
     rows_of,
     store_quantized,
     store_token,
     tile_slots,
-    widened,
 )
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.ring_attention import ring_attend
@@ -140,10 +141,10 @@ def load_ahead(
     start = (first_tile + tile) * tiling.TILE
     table_ptr = rows.table + row * rows.table_stride
     blocks = blocks_of(table_ptr, start, position, shape, tiling)
-    k, v = load_seen(cache, blocks, start, first, position, kv_head, shape, tiling)
+    loaded = load_seen(cache, blocks, start, first, position, kv_head, shape, tiling)
     cos, sin = load_angles(rotary, position, shape)
     block = tl.load(table_ptr + position // shape.BLOCK_SIZE, mask=position >= 0, other=0)
-    return position, block, cos, sin, k, v
+    return position, block, cos, sin, loaded
 
 
 @triton.jit
@@ -158,28 +159,27 @@ def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Load keys and values ``[TILE, D]`` of a tile whose tokens are all cached.
+    """Load a tile whose tokens are all cached, and return it as :func:`load_seen` does.
 
     copied: TMA descriptors of keys and values; None to load without TMA.
     """
     if copied is None:
-        k, v = load_tile(cache, blocks, start, kv_head, shape, tiling)
-    else:
-        row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
-        k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
-        if shape.DTYPE is not None:
-            k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), None, k, v, tiling.DOT)
-    return k, v
+        return load_tile(cache, blocks, start, kv_head, shape, tiling)
+    row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
+    k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
+    if shape.DTYPE is None:
+        return k, v
+    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
 
 
 @triton.jit
 def attend_range(
-    q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
+    q, loaded, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the tiles from token ``begin`` up to ``end``, and return its new state.
 
-    k, v: keys and values of the first tile, already loaded.
+    loaded: the first tile, as from :func:`load_seen`.
     m_i, l_i, acc: the state so far, in the form of :func:`no_keys`.
     begin, end: multiples of TILE; ``end`` is exclusive, and the first tile is always attended to.
     first, stop: tokens outside ``[first, stop)`` are masked; ``first`` must be less than ``begin + TILE``.
@@ -190,23 +190,23 @@ def attend_range(
     blocks = blocks_of(table_ptr, begin + TILE, limit, shape, tiling)
     if tiling.STAGES == 1:
         for start in range(begin, end, TILE):
-            k_next, v_next = load_seen(cache, blocks, start + TILE, first, limit, kv_head, shape, tiling)
+            following = load_seen(cache, blocks, start + TILE, first, limit, kv_head, shape, tiling)
             blocks = blocks_of(table_ptr, start + 2 * TILE, limit, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
-            k, v = k_next, v_next
+            m_i, l_i, acc = attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling)
+            loaded = following
     else:
         seen = are_seen(begin, first, stop, tiling)
-        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
+        m_i, l_i, acc = attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling)
         whole = limit // TILE * TILE
         for start in tl.range(begin + TILE, whole, TILE, num_stages=tiling.STAGES):
-            k, v = load_whole(copied, cache, blocks, start, kv_head, shape, tiling)
+            loaded = load_whole(copied, cache, blocks, start, kv_head, shape, tiling)
             blocks = blocks_of(table_ptr, start + TILE, limit, shape, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, None, scale, m_i, l_i, acc, tiling)
+            m_i, l_i, acc = attend_tile(q, loaded, None, scale, m_i, l_i, acc, tiling)
         for start in tl.range(tl.maximum(whole, begin + TILE), end, TILE, num_stages=1):
-            k, v = load_seen(cache, blocks, start, first, stop, kv_head, shape, tiling)
+            loaded = load_seen(cache, blocks, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
+            m_i, l_i, acc = attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling)
     return m_i, l_i, acc
 
 
@@ -219,7 +219,7 @@ def append_new(
     Nothing is stored for an inert row. A quantised cache quantises both. keys and norm: pairs from
     :func:`load_heads`. The scores are ``[HEADS]``, the value ``[1, D]``.
     """
-    position, block, cos, sin, _, _ = ahead
+    position, block, cos, sin, _ = ahead
     D: tl.constexpr = shape.D_PADDED
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
     if shape.DTYPE is None:
@@ -256,7 +256,7 @@ def load_and_append(
     is used.
     """
     HEADS: tl.constexpr = tiling.HEADS
-    _, _, cos, sin, _, _ = ahead
+    _, _, cos, sin, _ = ahead
     n_new = tl.where(tile == 0, 1, 0)
     kv_place = row * new.kv_stride + kv_head * shape.D
     q_ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
@@ -288,7 +288,7 @@ def attend_part(
     maxima ``[M]``, sums of weights ``[M]`` and weighted sums of values ``[M, D]``.
     """
     TILE: tl.constexpr = tiling.TILE
-    position, _, _, _, k, v = ahead
+    position, _, _, _, loaded = ahead
     q, score, v_new = load_and_append(
         ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape, tiling
     )
@@ -301,11 +301,13 @@ def attend_part(
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
     m_i, l_i, acc = attend_range(
-        q, k, v, m_i, l_i, acc, begin, end, first, position, copied, cache, table_ptr, kv_head, scale,
+        q, loaded, m_i, l_i, acc, begin, end, first, position, copied, cache, table_ptr, kv_head, scale,
         shape, tiling,
     )  # fmt: skip
     if not EARLY:
         m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
+        if tiling.SCALED and tiling.DOT is not None:
+            acc = lowered(acc)
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     return m_i, l_i, acc
 
@@ -446,11 +448,14 @@ def _tiling(
     variant: Variant, window: int | None, group: int, cache_layer: AnyHeads, rotary: Rotary | None
 ) -> Tiling:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
+    scaled = isinstance(cache_layer, QuantizedHeads)
     if group == 1 and not variant.dot:
-        return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes))
+        return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes), scaled)
     heads = next_power_of_2(group)
     rows = max(SMALLEST_DOT, heads)
-    return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(cache_layer), norms, False)
+    return Tiling(
+        variant.tile, window, rows, heads, variant.stages, dot_dtype(cache_layer), norms, False, scaled
+    )
 
 
 def described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):

@@ -32,6 +32,7 @@ class Tiling(NamedTuple):
     DOT: operand dtype of GEMMs; None to sum products of vectors instead.
     NORMS: whether q and k are normalised per head.
     LANES: whether each token of a tile has its own softmax, as in ``attention_plan.Variant``.
+    SCALED: whether keys and values are quantised.
     """
 
     TILE: int
@@ -42,6 +43,7 @@ class Tiling(NamedTuple):
     DOT: object
     NORMS: bool
     LANES: bool
+    SCALED: bool = False
 
 
 @triton.jit
@@ -62,34 +64,54 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
+def lifted(scales):
+    """Return scales of values times 1,024: a weight times a small scale would lose digits in fp16."""
+    return scales * 1024.0
+
+
+@triton.jit
+def lowered(acc):
+    """Return weighted sums of values as they would be without :func:`lifted`."""
+    return acc * (1 / 1024.0)
+
+
+@triton.jit
+def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2, and return its new state.
 
+    With DOT, weighted sums of quantised values are :func:`lifted`.
+
     q: ``[M, D]``.
-    k, v: ``[TILE, D]``.
+    loaded: keys and values ``[TILE, D]``, and the scales of quantised ones ``[TILE]``.
     seen: ``[TILE]``, which tokens are attended to; None for all.
     scale: factor on the scores, times log2(e).
     m_i, l_i, acc: the state so far, in the form of :func:`no_keys`.
     """
     DOT: tl.constexpr = tiling.DOT
+    k, v = loaded[0], loaded[1]
     if DOT is None:
         scores = tl.sum(k.to(tl.float32) * q, axis=1) * scale  # [TILE]
+        if tiling.SCALED:
+            scores *= loaded[2]
         if seen is not None:
             scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m_i, scores if tiling.LANES else tl.max(scores, axis=0))
         p = tl.exp2(scores - m_new)
-        weighted = v.to(tl.float32) * p[:, None]
+        weighted = v.to(tl.float32) * (p * loaded[3] if tiling.SCALED else p)[:, None]
         alpha = tl.exp2(m_i - m_new)
         acc = acc * alpha[:, None] + (weighted if tiling.LANES else tl.sum(weighted, axis=0)[None, :])
         l_i = l_i * alpha + (p if tiling.LANES else tl.sum(p, axis=0))
     else:
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee") * scale  # [M, TILE]
+        if tiling.SCALED:
+            scores *= loaded[2][None, :]
         if seen is not None:
             scores = tl.where(seen[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
-        acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
+        weights = p * lifted(loaded[3])[None, :] if tiling.SCALED else p
+        acc = tl.dot(weights.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
         l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc
 

@@ -191,18 +191,14 @@ def head_slot(block, slot, kv_head, shape: tl.constexpr):
 
 
 @triton.jit
-def widened(cache, slots, held, k, v, DOT: tl.constexpr):
-    """Return codes k and v ``[N, D]`` times their scales, in the operand dtype of GEMMs.
-
-    slots: indices of the scales. held: which of them exist; None for all.
-    """
-    WIDE: tl.constexpr = tl.float32 if DOT is None else DOT
+def load_scales(cache, slots, held):
+    """Load the scales of keys and values at indices ``slots``. held: which of them exist; None for all."""
     if held is None:
         k_scales, v_scales = tl.load(cache.k_scales + slots), tl.load(cache.v_scales + slots)
     else:
         k_scales = tl.load(cache.k_scales + slots, mask=held, other=0.0)
         v_scales = tl.load(cache.v_scales + slots, mask=held, other=0.0)
-    return k.to(WIDE) * k_scales.to(WIDE)[:, None], v.to(WIDE) * v_scales.to(WIDE)[:, None]
+    return k_scales, v_scales
 
 
 @triton.jit
@@ -226,21 +222,22 @@ def store_quantized(cache, slots, stored, k, v, shape: tl.constexpr):
 def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Load keys and values ``[TILE, D]`` of the tile at token ``start``; 0 outside the attended tokens.
 
-    Those are tokens ``first`` to ``stop`` - 1.
+    Those are tokens ``first`` to ``stop`` - 1. Returns keys and values or, of a quantised cache, the codes of
+    both, and the scales ``[TILE]`` of both.
     """
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
     seen = are_seen(start, first, stop, tiling)
     mask = seen[:, None] & loaded
     k, v = tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
-    if shape.DTYPE is not None:
-        k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen, k, v, tiling.DOT)
-    return k, v
+    if shape.DTYPE is None:
+        return k, v
+    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen)
 
 
 @triton.jit
 def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Load keys and values ``[TILE, D]`` of a tile of tokens that are all cached."""
+    """Load a tile of tokens that are all cached, and return it as :func:`load_seen` does."""
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     if shape.D == shape.D_PADDED:
@@ -248,9 +245,9 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
     else:
         k = tl.load(cache.k + place, mask=d < shape.D, other=0.0)
         v = tl.load(cache.v + place, mask=d < shape.D, other=0.0)
-    if shape.DTYPE is not None:
-        k, v = widened(cache, tile_slots(blocks, start, kv_head, shape, tiling), None, k, v, tiling.DOT)
-    return k, v
+    if shape.DTYPE is None:
+        return k, v
+    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
 
 
 @triton.jit

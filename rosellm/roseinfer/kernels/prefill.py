@@ -22,7 +22,7 @@ from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.models.quantized import AnyHeads, QuantizedHeads, full, rounded_like
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.online_softmax import new_partial
+from rosellm.roseinfer.kernels.online_softmax import lifted, lowered, new_partial
 from rosellm.roseinfer.kernels.paged_cache import (
     LOG2_E,
     SMALLEST_DOT,
@@ -31,9 +31,9 @@ from rosellm.roseinfer.kernels.paged_cache import (
     dot_dtype,
     head_slot,
     layer_arguments,
+    load_scales,
     slot_offset,
     store_quantized,
-    widened,
 )
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
@@ -164,18 +164,22 @@ def room_for(dtype: torch.dtype, head_dim: int, n_heads: int, group: int, num_sm
 
 
 @triton.jit
-def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Add one tile of keys to the online softmax (Milakov & Gimelshein 2018), in base 2; return its state.
 
     q: ``[ROWS, D]``.
-    k, v: ``[BLOCK_N, D]``.
+    loaded: keys and values ``[BLOCK_N, D]``, and the scales of quantised ones ``[BLOCK_N]``, whose weighted
+        sums are ``lifted``.
     key, query: ``[BLOCK_N]`` and ``[ROWS]``, positions, which are compared if CAUSAL or with a window.
     m_i: ``[ROWS]``, running maximum of the scaled scores.
     l_i: ``[ROWS]``, running sum of weights.
     acc: ``[ROWS, D]``, running weighted sum of values.
     scale_log2: factor on the scores, times log2(e).
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k, v = loaded[0], loaded[1]
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if len(loaded) == 4:
+        scores *= loaded[2][None, :]
     if CAUSAL:
         scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
     if WINDOW > 0:
@@ -186,7 +190,8 @@ def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(scores * scale_log2 - finite[:, None])
     alpha = tl.exp2(m_i - finite)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    weights = p * lifted(loaded[3])[None, :] if len(loaded) == 4 else p
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
 
@@ -207,12 +212,11 @@ def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_cached(
-    cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr
-):
+def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
     """Load the cached keys and values ``[BLOCK_N, D]`` of the tokens at positions ``key``.
 
-    If MASKED, they are 0 at positions from ``start`` on, which are not cached.
+    If MASKED, they are 0 at positions from ``start`` on, which are not cached. Of a quantised cache, returns
+    codes of keys and values, and their scales.
     """
     held = key < start
     if MASKED:
@@ -222,10 +226,10 @@ def _load_cached(
     slot = slot_offset(cache, block, key % shape.BLOCK_SIZE, kv_head, shape)
     place = slot[:, None] + tl.arange(0, shape.D_PADDED)[None, :]
     k, v = _load_pair(cache, place, held, shape, MASKED)
-    if shape.DTYPE is not None:
-        slots = head_slot(block, key % shape.BLOCK_SIZE, kv_head, shape)
-        k, v = widened(cache, slots, held if MASKED else None, k, v, DOT)
-    return k, v
+    if shape.DTYPE is None:
+        return k, v
+    slots = head_slot(block, key % shape.BLOCK_SIZE, kv_head, shape)
+    return (k, v) + load_scales(cache, slots, held if MASKED else None)
 
 
 @triton.jit
@@ -320,21 +324,21 @@ def _prefill_attention_kernel(
     block = tl.load(table_ptr + begin_cached // shape.BLOCK_SIZE, mask=begin_cached < end_cached, other=0)
     for begin in range(begin_cached, end_cached, BLOCK_N):
         if k_cached is None:
-            k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False, DOT)
+            loaded = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
         else:
             row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
-            k, v = k_cached.load([row, 0]), v_cached.load([row, 0])
+            loaded = k_cached.load([row, 0]), v_cached.load([row, 0])
             if shape.DTYPE is not None:
-                k, v = widened(cache, row + j, None, k, v, DOT)
+                loaded = loaded + load_scales(cache, row + j, None)
             following = begin + BLOCK_N
             block = tl.load(table_ptr + following // shape.BLOCK_SIZE, mask=following < end_cached, other=0)
-        m_i, l_i, acc = _attend(
-            q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
-        )
+        m_i, l_i, acc = _attend(q, loaded, begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW)
     for begin in tl.range(tl.maximum(whole, begin_cached), end_rest, BLOCK_N, num_stages=1):
-        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True, DOT)
+        loaded = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True)
         key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
-        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
+        m_i, l_i, acc = _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
+    if shape.DTYPE is not None:
+        acc = lowered(acc)
 
     new_tile = (j * new.kv_stride + kv_head * shape.D)[:, None] + d[None, :]
     begin_new = 0
@@ -348,7 +352,7 @@ def _prefill_attention_kernel(
             column = kv_head * shape.D
             k, v = k_new.load([sequence_first + begin, column]), v_new.load([sequence_first + begin, column])
         key = start + begin + j
-        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, False, WINDOW)
+        m_i, l_i, acc = _attend(q, (k, v), key, query, m_i, l_i, acc, scale_log2, False, WINDOW)
 
     n_stored = tl.where(head % shape.GROUP == 0, n_rows, 0)
     for begin in tl.range(0, n_own, BLOCK_N, num_stages=1):
@@ -359,7 +363,7 @@ def _prefill_attention_kernel(
         if DRAFTS:
             k, v = _harmless(k, v)
         key = position + own  # rows past n_rows read zeros and are not stored
-        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
+        m_i, l_i, acc = _attend(q, (k, v), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
     if partial is not None:
         row = (tile.to(tl.int64) * BLOCK_M + i) * shape.H + heads

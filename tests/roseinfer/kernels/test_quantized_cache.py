@@ -56,7 +56,8 @@ def assert_equals_spec(name: str, case: dict, **options) -> None:
         mine, spec = full(case[cache]), full(theirs[cache])
         assert torch.equal(mine.isnan(), spec.isnan())
         off, size = (mine - spec).abs().nan_to_num(), spec.abs().nan_to_num()
-        assert (off <= size / 7 + size.amax(-1, keepdim=True) / 100).all() and (off > 0).float().mean() < 0.02
+        assert (off <= size / 7 + size.amax(-1, keepdim=True) / 100).all()
+        assert (off > 0).float().mean() < (0.02 if found.dtype == torch.float32 else 0.2)
 
 
 @pytest.mark.parametrize("form", CODES)
