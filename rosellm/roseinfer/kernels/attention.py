@@ -164,12 +164,13 @@ def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tilin
     copied: TMA descriptors of keys and values; None to load without TMA.
     """
     if copied is None:
-        return load_tile(cache, blocks, start, kv_head, shape, tiling)
-    row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
-    k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
-    if shape.DTYPE is None:
-        return k, v
-    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
+        loaded = load_tile(cache, blocks, start, kv_head, shape, tiling)
+    else:
+        row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
+        loaded = copied[0].load([row, 0]), copied[1].load([row, 0])
+        if shape.DTYPE is not None:
+            loaded = loaded + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
+    return loaded
 
 
 @triton.jit

@@ -65,14 +65,17 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def lifted(scales):
-    """Return scales of values times 1,024: a weight times a small scale would lose digits in fp16."""
-    return scales * 1024.0
+    """Return scales of values times 16, since small ones lose digits in fp16.
+
+    Values beyond 4,000 are cut off.
+    """
+    return tl.minimum(scales * 16.0, 142.0)
 
 
 @triton.jit
 def lowered(acc):
     """Return weighted sums of values as they would be without :func:`lifted`."""
-    return acc * (1 / 1024.0)
+    return acc * (1 / 16.0)
 
 
 @triton.jit
@@ -110,8 +113,9 @@ def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
-        weights = p * lifted(loaded[3])[None, :] if tiling.SCALED else p
-        acc = tl.dot(weights.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
+        if tiling.SCALED:
+            v = v.to(DOT) * lifted(loaded[3]).to(DOT)[:, None]
+        acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
         l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc
 

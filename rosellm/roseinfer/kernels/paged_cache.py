@@ -226,13 +226,12 @@ def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, t
     both, and the scales ``[TILE]`` of both.
     """
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
-    loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
     seen = are_seen(start, first, stop, tiling)
-    mask = seen[:, None] & loaded
-    k, v = tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
-    if shape.DTYPE is None:
-        return k, v
-    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen)
+    mask = seen[:, None] & (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
+    loaded = tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+    if shape.DTYPE is not None:
+        loaded = loaded + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen)
+    return loaded
 
 
 @triton.jit
@@ -241,13 +240,13 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     if shape.D == shape.D_PADDED:
-        k, v = tl.load(cache.k + place), tl.load(cache.v + place)
+        loaded = tl.load(cache.k + place), tl.load(cache.v + place)
     else:
         k = tl.load(cache.k + place, mask=d < shape.D, other=0.0)
-        v = tl.load(cache.v + place, mask=d < shape.D, other=0.0)
-    if shape.DTYPE is None:
-        return k, v
-    return (k, v) + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
+        loaded = k, tl.load(cache.v + place, mask=d < shape.D, other=0.0)
+    if shape.DTYPE is not None:
+        loaded = loaded + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
+    return loaded
 
 
 @triton.jit

@@ -190,8 +190,9 @@ def _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constex
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(scores * scale_log2 - finite[:, None])
     alpha = tl.exp2(m_i - finite)
-    weights = p * lifted(loaded[3])[None, :] if len(loaded) == 4 else p
-    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+    if len(loaded) == 4:
+        v = v.to(q.dtype) * lifted(loaded[3]).to(q.dtype)[:, None]
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
 
@@ -225,11 +226,11 @@ def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MAS
         block = tl.load(table_ptr + key // shape.BLOCK_SIZE)
     slot = slot_offset(cache, block, key % shape.BLOCK_SIZE, kv_head, shape)
     place = slot[:, None] + tl.arange(0, shape.D_PADDED)[None, :]
-    k, v = _load_pair(cache, place, held, shape, MASKED)
-    if shape.DTYPE is None:
-        return k, v
-    slots = head_slot(block, key % shape.BLOCK_SIZE, kv_head, shape)
-    return (k, v) + load_scales(cache, slots, held if MASKED else None)
+    loaded = _load_pair(cache, place, held, shape, MASKED)
+    if shape.DTYPE is not None:
+        slots = head_slot(block, key % shape.BLOCK_SIZE, kv_head, shape)
+        loaded = loaded + load_scales(cache, slots, held if MASKED else None)
+    return loaded
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import QuantizedHeads
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
@@ -130,13 +131,19 @@ class SplitAppendAndAttend(AppendAndAttend):
         super().__init__(kernels, blocks, model)
         c = model.config
         can_run = is_stock(kernels, "append_and_attend") and ring.runs_on(model.device, model.dtype)
-        can_run = can_run and isinstance(blocks.k_cache, Tensor)
+        self.is_quantized = isinstance(blocks.k_cache, QuantizedHeads)
+        can_run = can_run and not self.is_quantized
         self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
         self.fewest_rows = 1 if c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS else 2
 
     def choose(self, rows: int, *sizes: Any) -> Variant:
         in_flight = ring_rows(rows, *sizes) if self.has_ring and rows >= self.fewest_rows else None
-        return in_flight or variant_for(rows, *sizes)
+        chosen = in_flight or variant_for(rows, *sizes)
+        if self.is_quantized and chosen.pieces == 0 and (chosen.tile, chosen.warps) == (64, 4):
+            return chosen._replace(
+                warps=2
+            )  # values pass through registers: fewer threads wait for each other
+        return chosen
 
 
 BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {
