@@ -328,22 +328,29 @@ def drafts_of_shipped_models(text: str) -> Claims:
 
 
 def formats_tables(text: str) -> Claims:
-    """Weights of 8 bits: bytes and speed beside those of 16 bits, perplexity and KL divergence."""
+    """Weights, keys and values of 8 bits: speed beside that of 16 bits, bytes, quality."""
     claims: Claims = []
-    for model, *cells in rows(text, "formats"):
-        figures = H200.by_model("formats")[model]["figures"]
-        found = [sum(figures["weight_bytes"][form].values()) / 1e9 for form in ("none", "fp8")]
-        assert figures["weight_bytes"]["fp8"] == figures["weight_bytes"]["int8"]
-        assert list(figures["seconds"]) == ["1", "8", "64"]
-        for s in figures["seconds"].values():
-            found += [median(s["none"]) / median(s[form]) for form in ("fp8", "int8")]
-        claims += zip(found, cells, strict=True)
-    for model, *cells in rows(text, "quality"):
+    for table, record, forms in (
+        ("formats", "formats", ("fp8", "int8")),
+        ("heads", "formats_kv", ("fp8+kv-fp8",)),
+    ):
+        for model, workload, *cells in rows(text, table):
+            figures = H200.by_model(record)[model]["figures"]
+            seconds = {form: median(s) for form, s in figures["seconds"][workload].items()}
+            found = [figures["tokens"][workload] / seconds["none"]]
+            claims += zip([*found, *(seconds["none"] / seconds[form] for form in forms)], cells, strict=True)
+    sizes = H200.by_model("formats")["Llama-3.1-8B"]["figures"]["weight_bytes"]
+    found = [sum(sizes[form].values()) / 1e9 for form in ("none", "fp8")]
+    pattern = r"of Llama-3.1-8B take (\S+) GB with 16 bits and (\S+) GB with 8\."
+    claims += zip(found, said(" ".join(text.split()), pattern), strict=True)
+    for model, figure, *cells in rows(text, "quality"):
         quality = CPU.figures(f"formats-{model}", "quality", "formats")
-        found = [quality[form]["perplexity"] for form in ("none", "fp8", "int8")]
-        found += [1000 * quality[form]["kl"] for form in ("fp8", "int8")]
-        claims += zip(found, cells, strict=True)
-    said(" ".join(text.split()), "(whole runs of 256 tokens after one)")
+        names = ["none", "fp8", "int8", "kv-fp8", "kv-int8"]
+        names += [f"{form}, activations of 1 digit" for form in ("fp8", "int8")]
+        name, factor = ("perplexity", 1) if figure == "perplexity" else ("kl", 1000)
+        claims += zip([factor * quality[one][name] for one in names], cells, strict=True)
+        if figure == "KL":
+            assert quality["kv-int8"]["kl"] < quality["kv-fp8"]["kl"] / 10
     return claims
 
 
@@ -496,7 +503,7 @@ def claimed(page: str) -> list[re.Match[str]]:
     """Every number of the page's tables, and every measured one in its sentences."""
     text, found = PAGES[page], []
     for table in re.finditer(
-        r"<!-- (?:results|steps|rows|since|verify|replayed|formats|quality|prompts) -->\n(.*?)<!-- /",
+        r"<!-- (?:results|steps|rows|since|verify|replayed|formats|heads|quality|prompts) -->\n(.*?)<!-- /",
         text,
         re.DOTALL,
     ):
