@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     benchmarks = parser.add_subparsers(metavar="NAME", required=True)
     steps.add_to(benchmarks.add_parser("steps", help="the time of a step for each number of rows"))
     drafts.add_to(benchmarks.add_parser("drafts", help="what drafting gains on three texts"))
-    formats.add_to(benchmarks.add_parser("formats", help="what weights of 8 bits gain and cost"))
+    formats.add_to(benchmarks.add_parser("formats", help="what formats of 8 bits gain and cost"))
     verify.add_to(benchmarks.add_parser("verify", help="the time of a step that verifies drafts"))
     tune.add_to(benchmarks.add_parser("tune", help="the fastest kernels for a model's decode steps"))
     given = parser.parse_args(argv)

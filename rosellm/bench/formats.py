@@ -100,7 +100,8 @@ def run(given: Namespace) -> None:
     if given.json:
         first_engine = next(iter(engines.values()))
         facts = {"model": given.model, "load_format": given.load_format, "engine": engine_facts(first_engine)}
-        facts |= {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens}
+        if not given.workloads:
+            facts |= {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens}
         figures = {"seconds": seconds, "weight_bytes": weight_bytes, "quality": quality}
         figures["tokens"] = {key: one.n_tokens for key, one in runs.items()}
         write_record(given.json, new_record("formats", first_engine.device, **facts, figures=figures))
@@ -112,6 +113,9 @@ def parse_format(name: str) -> tuple[str | None, str | None]:
     for part in name.split("+"):
         if part not in FORMATS:
             raise OptionError(f"--formats: {describe(part)} is unknown; use {', '.join(FORMATS)}")
+        is_twice = heads if part.startswith(KV) else weights if part != PLAIN else len(name) > len(PLAIN)
+        if is_twice:
+            raise OptionError(f"--formats: {name!r} names two formats of the same kind, or none and another")
         if part.startswith(KV):
             heads = part.removeprefix(KV)
         elif part != PLAIN:
@@ -185,8 +189,7 @@ def weight_bytes_of(model: Transformer) -> dict[str, int]:
 def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str | None]]) -> dict[str, Any]:
     """Return each format's perplexity on held-out text, and its mean KL divergence from fp32 by position.
 
-    Activations are in fp32; in further entries for quantised weights, they have two digits, or one, as on a
-    GPU.
+    Activations are in fp32; further entries for quantised weights round them to two digits or to one.
     """
     load = {"device": given.device, "dtype": "float32", "load_format": given.load_format}
     exact, tokenizer = load_parts(given.model, **load)
@@ -200,12 +203,12 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
         if weights not in models:
             models[weights], _ = load_parts(given.model, **load, quantization=weights)
     found: dict[str, dict[str, Any]] = {}
-    expected = [_log_probabilities(exact, window) for window in windows]
+    expected = [log_probabilities(exact, window) for window in windows]
     for name, (weights, heads) in ({PLAIN: (None, None)} | formats).items():
         for digits in (None, 2, 1) if weights else (None,):
             key = name if digits is None else f"{name}, activations of {digits} digit{'s' * (digits > 1)}"
-            _set_digits(models[weights], digits)
-            own = (_log_probabilities(models[weights], window, heads) for window in windows)
+            set_digits(models[weights], digits)
+            own = (log_probabilities(models[weights], window, heads) for window in windows)
             found[key] = _distance(expected, own, windows)
             kl = found[key]["kl"]
             print(
@@ -214,13 +217,14 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
     return {"windows": len(windows), "tokens": length, "bucket": POSITIONS, "formats": found}
 
 
-def _set_digits(model: Transformer, digits: int | None) -> None:
+def set_digits(model: Transformer, digits: int | None) -> None:
+    """Round the inputs of a quantised model's projections to this number of codes; None leaves them exact."""
     for module in model.modules():
         if isinstance(module, QuantizedProjection):
             module.digits = digits
 
 
-def _log_probabilities(model: Transformer, window: Tensor, heads: str | None = None) -> Tensor:
+def log_probabilities(model: Transformer, window: Tensor, heads: str | None = None) -> Tensor:
     """Return the log-probabilities ``[T, V]`` of the next tokens. heads: the format of keys and values."""
     ids, config = window[:-1], model.config
     whole = CausalAttention([len(ids)], ids.device, config.scale, config.window)

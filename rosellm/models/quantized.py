@@ -1,4 +1,4 @@
-"""Weights of 8 bits: one code per weight, and one scale per output.
+"""Weights, activations, keys and values of 8 bits: codes, and a scale for each row of them.
 
 A weight is its code times its row's scale, rounded to nearest. Codes are floating-point numbers of 8 bits
 with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). GEMMs multiply
@@ -139,7 +139,7 @@ def scales_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x so that a cast to a dtype of ``CODES`` rounds to nearest: torch truncates to integers."""
+    """Return x, rounded if a cast to a dtype of ``CODES`` would truncate it."""
     return x.round() if dtype == torch.int8 else x
 
 
@@ -151,7 +151,7 @@ class QuantizedHeads:
     scales: ``[...]`` fp32.
     dtype: the dtype of keys and values that are not quantised.
 
-    Indices, as those of a tensor of codes, must leave the last dimension whole.
+    Indices are those of the codes, and must leave the last dimension whole.
     """
 
     codes: Tensor

@@ -113,13 +113,13 @@ class Engine(Owned):
         self.recipe.check_serves(model.config)
         if model.quantization is not None:
             _check_quantized(self.recipe, tune)
-        self.kv_form = _check_kv_form(kv_cache_dtype, self.recipe, deterministic, model.device)
         if prefix_cache and not self.recipe.has_prefix_cache:
             raise OptionError(f"rung {self.rung!r} has no prefix cache; resident_step and later ones do")
         if deterministic:
             self.recipe = self.recipe.invariant()
         self.recipe.check_ranks(group.part.size)
         self.deterministic = self.recipe.numerics == "invariant"
+        self.kv_form = _check_kv_form(kv_cache_dtype, self.recipe, self.deterministic, model.device)
         self.speculative_tokens = _drafts_of(speculative_tokens, self.recipe.speculation)
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
@@ -421,15 +421,20 @@ def _check_quantized(recipe: Rung, tune: bool) -> None:
 
 def _check_kv_form(dtype: str, recipe: Rung, deterministic: bool, device: torch.device) -> str | None:
     """Return the format of quantised keys and values, or None; raise an error if they cannot be quantised."""
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return None
     if not isinstance(dtype, str) or dtype not in CODES:
         known = ", ".join(map(repr, ("auto", *CODES)))
         raise OptionError(f"kv_cache_dtype {describe(dtype)} is unknown; use {known}")
     if not isinstance(recipe, Recipe) or recipe.exhibit != "none":
-        raise RecipeError("keys and values of this rung have the model's dtype; leave out kv_cache_dtype")
+        raise RecipeError(
+            "this rung keeps keys and values in the model's dtype; use fused_append or a later rung that is "
+            "no exhibit, or leave out kv_cache_dtype"
+        )
     if deterministic:
-        raise OptionError("a prefill would depend on what is cached; leave out kv_cache_dtype")
+        raise OptionError(
+            "deterministic=True needs keys and values in the model's dtype; leave out kv_cache_dtype"
+        )
     check_fp8(dtype, device, "kv_cache_dtype")
     return dtype
 

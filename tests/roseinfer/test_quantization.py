@@ -80,12 +80,17 @@ def test_every_step_attends_to_rounded_keys_and_values(model, form, device):
 
 
 @pytest.mark.parametrize("form", CODES)
-def test_quantised_keys_and_values_take_one_byte_and_a_scale_per_head(form):
+def test_quantised_keys_and_values_take_one_byte_and_a_scale_per_head(form, monkeypatch):
     sizes = {"kv_cache_dtype": form, "max_batch_size": 2, "num_kv_blocks": 3, "warm_up": False}
     engine = LLM("rose-tiny", device="cpu", **sizes).engine
     config, blocks = engine.config, engine.blocks
     heads = config.n_layers * 3 * engine.block_size * config.n_kv_heads
     assert blocks.k_cache.nbytes == blocks.v_cache.nbytes == heads * (config.head_dim + 4)
+    monkeypatch.setattr("rosellm.roseinfer.trial.CPU_KV_BYTES", limit := 1_000_000)
+    sizes = {"kv_cache_dtype": form, "max_batch_size": 64, "block_size": 16, "warm_up": False}
+    engine = LLM("rose-tiny", device="cpu", **sizes).engine
+    taken = engine.blocks.k_cache.nbytes + engine.blocks.v_cache.nbytes
+    assert taken <= limit < taken + taken / engine.num_kv_blocks
 
 
 @pytest.mark.parametrize("form", CODES)
@@ -115,13 +120,9 @@ def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
             OptionError,
             "kv_cache_dtype 'fp4' is unknown; use 'auto', 'fp8', 'int8'",
         ),
-        ({"kv_cache_dtype": "fp8", "deterministic": True}, OptionError, "depend on what is cached"),
-        (
-            {"kv_cache_dtype": "int8", "rung": "dense"},
-            RoseError,
-            "keys and values of this rung have the model",
-        ),
-        ({"kv_cache_dtype": "int8", "rung": "one_pass"}, RoseError, "keys and values of this rung have the"),
+        ({"kv_cache_dtype": "fp8", "deterministic": True}, OptionError, "deterministic=True needs keys"),
+        ({"kv_cache_dtype": "int8", "rung": "dense"}, RoseError, "keeps keys and values in the model"),
+        ({"kv_cache_dtype": "int8", "rung": "one_pass"}, RoseError, "keeps keys and values in the model"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_in_one_line(options, error, words):

@@ -35,7 +35,11 @@ ACTS = (
         "Fewer kernels, smaller ones, launched before their inputs are there.",
         ("14", "15", "16", "18", "19", "20", "21", "22"),
     ),
-    Act("Modern models", "Qwen3 and Llama 3, long and unequal contexts.", ("26", "27", "28", "30")),
+    Act(
+        "Modern models",
+        "Qwen3 and Llama 3, long and unequal contexts, fewer bytes.",
+        ("26", "27", "28", "30", "40"),
+    ),
     Act(
         "Serving",
         "Determinism, failures, sampling, the first request, arrivals, shared prompts, speculation.",

@@ -308,7 +308,7 @@ def attend_part(
     if not EARLY:
         m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
         if tiling.SCALED and tiling.DOT is not None:
-            acc = lowered(acc)
+            acc = lowered(acc, tiling.DOT)
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     return m_i, l_i, acc
 

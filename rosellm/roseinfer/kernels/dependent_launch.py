@@ -8,7 +8,7 @@ wait, a kernel may read what those kernels wrote, but it must neither read what 
 write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 
 The norm and the quantisation, though, release their successor first. It is a GEMM or the head, which reads
-nothing before its wait but weights and temperatures, and so has more time to load them.
+nothing before its wait but weights and temperatures, and so gains time to load them.
 """
 
 from __future__ import annotations

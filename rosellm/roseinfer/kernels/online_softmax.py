@@ -64,18 +64,22 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 
 
 @triton.jit
-def lifted(scales):
-    """Return scales of values times 16, since small ones lose digits in fp16.
+def lifted(scales, codes, DOT: tl.constexpr):
+    """Return the scales of values' codes, times 16 if they become fp16, where small ones lose digits.
 
-    Values beyond 4,000 are cut off.
+    In fp16, values beyond 4,088 are cut off, since they would become infinite.
     """
-    return tl.minimum(scales * 16.0, 142.0)
+    if tl.float16 == DOT:
+        MOST: tl.constexpr = 515.0 if codes.dtype == tl.int8 else 146.0  # 65,504 / the largest code
+        scales *= 16.0
+        scales = tl.where(scales < float("inf"), tl.minimum(scales, MOST), scales)  # NaN and inf stay
+    return scales
 
 
 @triton.jit
-def lowered(acc):
+def lowered(acc, DOT: tl.constexpr):
     """Return weighted sums of values as they would be without :func:`lifted`."""
-    return acc * (1 / 16.0)
+    return acc * (1 / 16.0) if tl.float16 == DOT else acc
 
 
 @triton.jit
@@ -114,7 +118,7 @@ def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         if tiling.SCALED:
-            v = v.to(DOT) * lifted(loaded[3]).to(DOT)[:, None]
+            v = v.to(DOT) * lifted(loaded[3], v, DOT).to(DOT)[:, None]
         acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
         l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc

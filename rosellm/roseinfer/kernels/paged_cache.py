@@ -115,8 +115,8 @@ def layer_arguments(
 def dot_dtype(x: AnyHeads):
     """Return the operand dtype of GEMMs: x's on a GPU, and fp32 in Triton's interpreter.
 
-    The interpreter computes wrong results for bf16 GEMMs. For a quantised x of 16 bits it is fp16, to which
-    GPUs convert FP8 in one instruction.
+    The interpreter computes wrong results for bf16 GEMMs. For a quantised cache of a 16-bit
+    model it is fp16, to which GPUs convert FP8 in one instruction.
     """
     if x.device.type != "cuda":
         return tl.float32

@@ -191,7 +191,7 @@ def _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constex
     p = tl.exp2(scores * scale_log2 - finite[:, None])
     alpha = tl.exp2(m_i - finite)
     if len(loaded) == 4:
-        v = v.to(q.dtype) * lifted(loaded[3]).to(q.dtype)[:, None]
+        v = v.to(q.dtype) * lifted(loaded[3], v, q.dtype).to(q.dtype)[:, None]
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
@@ -339,7 +339,7 @@ def _prefill_attention_kernel(
         key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
         m_i, l_i, acc = _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
     if shape.DTYPE is not None:
-        acc = lowered(acc)
+        acc = lowered(acc, DOT)
 
     new_tile = (j * new.kv_stride + kv_head * shape.D)[:, None] + d[None, :]
     begin_new = 0

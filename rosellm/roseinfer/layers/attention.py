@@ -140,9 +140,8 @@ class SplitAppendAndAttend(AppendAndAttend):
         in_flight = ring_rows(rows, *sizes) if self.has_ring and rows >= self.fewest_rows else None
         chosen = in_flight or variant_for(rows, *sizes)
         if self.is_quantized and chosen.pieces == 0 and (chosen.tile, chosen.warps) == (64, 4):
-            return chosen._replace(
-                warps=2
-            )  # values pass through registers: fewer threads wait for each other
+            # values pass through registers, so fewer warps wait for one another
+            return chosen._replace(warps=2)
         return chosen
 
 

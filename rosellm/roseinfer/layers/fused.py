@@ -3,7 +3,7 @@
 Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
 inert row) and an ``Attend`` that rotates q and k itself, and returns the normalised hidden states ``[N, C]``.
 All but packed GEMMs read the model's own weights. Each variant launches the same kernels for every layer, so
-running the first layer alone loads them all.
+running the first layers alone loads them all.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rosellm.roseinfer.layers.products import (
     activation_apart,
     activation_fused,
     can_pack,
+    can_scale,
     has_ring,
     quantized_parts_of,
     ring_qkv_parts_of,
@@ -44,7 +45,7 @@ from rosellm.roseinfer.layers.products import (
     whole_blocks,
 )
 
-FINE_ROWS = 64
+FINE_ROWS = 64  # up to which a quantised model's activations have two digits
 
 
 class Layers(Protocol):
@@ -84,7 +85,7 @@ class FusedLayers:
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, n_layers: int | None = None) -> Tensor:
         model, products, norms = self.model, self.products, self.norms
         x, y, bias = embedded(self.embed, model, ids, positions), None, None  # [N, C]
-        least = None if n_layers is None else n_layers + 1  # there is a norm between two layers
+        least = None if n_layers is None else n_layers + 1  # the norm between layers may be another kernel
         for layer, block in enumerate(islice(model.blocks, least)):
             h = self.inner_norm(x=x, delta=y, bias=bias, **norms[2 * layer])
             attended = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
@@ -181,7 +182,8 @@ def quantized_layers(
         return FusedLayers(model, products, kernels)
 
     fine, coarse = layers(2), layers(1)
-    wide, widest = (layers(1, ("up",)), layers(1, ALL)) if form == "fp8" else (coarse, coarse)
+    has_library = form == "fp8" and can_scale(model.dtype)
+    wide, widest = (layers(1, ("up",)), layers(1, ALL)) if has_library else (coarse, coarse)
     most = (FINE_ROWS, fine), (128, coarse), (256, wide)
     return lambda rows: next((it for limit, it in most if rows <= limit), widest)
 

@@ -46,7 +46,7 @@ class Products(Protocol):
         """Project attention outputs ``[N, H D]`` to partial sums ``[P, N, C]``, without bias."""
 
     def up(self, layer: int, x: Any) -> Tensor:
-        """Project x ``[N, C]`` to ``[N, F]``, with bias and activation, as ``down`` takes it."""
+        """Project x ``[N, C]`` to ``[N, F]``, with bias and activation, which may be left to ``down``."""
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         """Project x ``[N, F]`` to partial sums ``[P, N, C]``, without bias."""
@@ -334,6 +334,12 @@ class QuantizedProducts(SomeRowsProducts):
         return (
             scaled_product(rows, down)[None] if "down" in self.library else self._in_parts(rows, down.weight)
         )
+
+
+def can_scale(dtype: torch.dtype) -> bool:
+    """Return whether :func:`scaled_product` gives results of a dtype: fp16 needs CUDA 12.9."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return dtype == torch.bfloat16 or version >= (12, 9)
 
 
 def scaled_product(x: QuantizedRows, projection: Projection) -> Tensor:

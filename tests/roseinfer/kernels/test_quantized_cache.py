@@ -95,6 +95,46 @@ def test_decode_attention_equals_the_spec_over_random_shapes(seed, device, form,
 
 
 @every_format
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 16), (2, 24), (1, 16)])
+def test_tiles_in_flight_have_the_scales_of_their_own_tokens(group, head_dim, device, form, dtype):
+    """Whole tiles after the first of a row, by TMA and by other loads."""
+    sizes = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": 64}
+    case = quantised(test_attention.make_case([130, 191], **sizes, dtype=dtype, device=device), form)
+    for name in CACHES:
+        case[name].scales.mul_(1 + torch.arange(64, device=device) / 16)
+    plan = make_plan(case["positions"], Variant(16, stages=2), None)
+    assert_equals_spec("append_and_attend", case | {"plan": plan})
+
+
+@every_format
+@pytest.mark.parametrize("largest", [1e-4, 3000.0, float("nan"), float("inf")])
+def test_values_of_any_size_are_read_and_what_is_not_finite_stays_so(largest, device, form, dtype):
+    """Those beyond 4,088 are cut off where they become fp16."""
+    sizes = {
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": 16,
+        "block_size": 16,
+        "dtype": dtype,
+        "device": device,
+    }
+    case = quantised(test_attention.make_case([40, 20], **sizes), form)
+    scales = case["v_cache_layer"].scales
+    if not torch.tensor(largest).isfinite():
+        scales[case["block_table"][0, 1], :, 3] = largest
+    else:
+        scales.mul_(largest / 4)
+    theirs, plan = copied(case), make_plan(case["positions"], Variant(16), None)
+    found, expected = (
+        kernels.append_and_attend(**one, plan=plan) for kernels, one in ((TRITON, case), (TORCH, theirs))
+    )
+    assert torch.equal(found.isfinite().all((1, 2)), expected.isfinite().all((1, 2)))
+    finite = expected.isfinite().all((1, 2))
+    check.assert_near(found[finite], expected[finite], TOLERANCE[dtype])
+    assert finite.all() == torch.tensor(largest).isfinite()
+
+
+@every_format
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size", "window"),
     [(1, 20, 8, None), (2, 64, 64, None), (4, 128, 64, None), (2, 16, 16, 20)],

@@ -1,0 +1,39 @@
+"""The notebook of weights of 8 bits: what its text says is what the records and the bytes say."""
+
+from __future__ import annotations
+
+from rosellm.lab.records.records import find
+from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.layers.fused import FINE_ROWS
+from tests.claims.reading import claim
+
+formats = load_exhibit("formats")
+H200, CPU = find(), find("cpu")
+FIGURE = r"(\d+(?:\.\d+)?)"
+
+
+def gain(model: str, workload: str, form: str = "fp8") -> float:
+    return dict(zip(("fp8", "int8"), formats.gains(H200, model, workload), strict=True))[form]
+
+
+def test_gains_and_promises_are_what_is_said():
+    large = [gain("Llama-3.1-8B", load) for load in formats.DECODED]
+    assert round(large[0], 2) == round(large[1], 2)
+    words = rf"gains {FIGURE} times with one and with eight sequences, {FIGURE} times with 64"
+    claim("40", words, large[0], large[2])
+    promised = [formats.promised("Llama-3.1-8B", load) for load in formats.DECODED]
+    claim("40", rf"of the {FIGURE}, {FIGURE} and {FIGURE} that the bytes promise", *promised)
+    claim("40", rf"gains {FIGURE} times with one, and Qwen3", gain("Llama-3.2-1B", "D1"))
+    claim("40", rf"Qwen3-0.6B loses: {FIGURE} times", gain("Qwen3-0.6B", "D1"))
+    prompts = [gain("Llama-3.1-8B", "PRE", form) for form in ("fp8", "int8")]
+    claim("40", rf"Prompts gain {FIGURE} times in .*? and {FIGURE} times with int8", *prompts)
+
+
+def test_the_price_is_what_is_said():
+    quality = CPU.figures("formats-rose-tiny", "quality", "formats")
+    perplexities = [quality[form]["perplexity"] for form in ("fp8", "int8", "none")]
+    claim("40", rf"a perplexity of {FIGURE} \(fp8\) or {FIGURE} \(int8\) instead of {FIGURE}", *perplexities)
+    for model in ("rose-tiny", "rose-tiny-qwen3"):
+        quality = CPU.figures(f"formats-{model}", "quality", "formats")
+        assert 8 < quality["fp8"]["kl"] / quality["int8"]["kl"] < 13
+    claim("40", rf"in steps of up to {FIGURE} rows", FINE_ROWS)
