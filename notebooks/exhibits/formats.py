@@ -1,7 +1,8 @@
-"""Weights of 8 bits: rounded models, planted outliers, and what the bytes promise."""
+"""Weights, keys and values of 8 bits: rounded ones, planted outliers, and what the bytes promise."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from statistics import median
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from rosellm.bench.formats import log_probabilities, set_digits
 from rosellm.bench.workloads import MODEL_WORKLOADS
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import Results, read_us
+from rosellm.models.attention import in_window, masked_attention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.quantized import (
@@ -35,6 +37,7 @@ SHAPES = {
 }
 DECODED = "D1", "D8", "D64"  # workloads of 1, 8 and 64 requests
 LENGTH = 128  # tokens of a window
+Rounding = Callable[[Tensor], Tensor]
 
 
 def held_out(tokenizer: Tokenizer, device: torch.device, count: int) -> list[Tensor]:
@@ -101,6 +104,87 @@ def with_large_inputs(model: Transformer, factor: float, channel: int = 3) -> Tr
     return copy
 
 
+def with_large_keys(model: Transformer, factor: float, channel: int = 3) -> Transformer:
+    """The same function, with one channel of all keys ``factor`` times as large, and of queries as small.
+
+    A rotation turns two channels into each other, which both become larger.
+    """
+    copy, c = deepcopy(model), model.config
+    channels = [channel] if c.rope is None else [channel, channel + c.head_dim // 2]
+    for block in copy.blocks:
+        heads = [*[1 / factor] * c.n_heads, *[factor] * c.n_kv_heads]
+        if block.q_norm is not None and block.k_norm is not None:
+            block.q_norm.weight.data[channels] /= factor
+            block.k_norm.weight.data[channels] *= factor
+            continue
+        for head, times in enumerate(heads):
+            rows = [head * c.head_dim + one for one in channels]
+            block.qkv.weight.data[rows] *= times
+            if block.qkv.bias is not None:
+                block.qkv.bias.data[rows] *= times
+    return copy
+
+
+# The dimensions of keys ``[N, H_kv, D]`` that share a scale.
+SHARED = {"tensor": (0, 1, 2), "head": (0, 2), "token": (1, 2), "token and head": (2,)}
+
+
+def rounding(form: str, per: str | None) -> Rounding:
+    """A function that rounds keys or values to codes; ``per`` is a key of ``SHARED``, or None for scale 1."""
+    dtype = CODES[form]
+
+    def rounded_to(x: Tensor) -> Tensor:
+        scale = torch.ones(()) if per is None else x.abs().amax(SHARED[per], keepdim=True) / LARGEST[dtype]
+        codes = nearest((x / scale).clamp(-LARGEST[dtype], LARGEST[dtype]), dtype).to(dtype)
+        return codes.float() * scale
+
+    return rounded_to
+
+
+class ChunkedAttention:
+    """An ``Attend`` for a prompt in chunks, whose cached keys and values are rounded.
+
+    round_new: whether a chunk attends to its own keys and values as they will be read from the cache.
+    """
+
+    def __init__(self, model: Transformer, rounded_to: Rounding, round_new: bool = True) -> None:
+        self.config, self.rounded_to, self.round_new = model.config, rounded_to, round_new
+        self.cached: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        held = self.rounded_to(k), self.rounded_to(v)
+        new = held if self.round_new else (k, v)
+        before = self.cached.get(layer, (k[:0], v[:0]))
+        n_cached, n_new = len(before[0]), len(k)
+        keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(before, new, strict=True))
+        self.cached[layer] = (torch.cat((before[0], held[0])), torch.cat((before[1], held[1])))
+        place = torch.arange(n_cached + n_new, device=k.device)
+        mask = in_window(place[n_cached:, None], place[None, :], self.config.window)
+        attended = masked_attention(q.transpose(0, 1)[None], keys, values, mask, scale=self.config.scale)
+        return attended[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def last_logits(model: Transformer, ids: Tensor, chunk: int, attend: ChunkedAttention) -> Tensor:
+    """The logits after a prompt that is read ``chunk`` tokens at a time."""
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        hidden = model(part, torch.arange(start, start + len(part), device=ids.device), attend)
+    return model.logits(hidden[-1:])[0]
+
+
+@torch.inference_mode()
+def millinats_of_heads(exact: Transformer, windows: list[Tensor], rounded_to: Rounding) -> float:
+    """As :func:`millinats`, of exact weights with rounded keys and values."""
+    total = 0.0
+    for window in windows:
+        ids, places = window[:-1], torch.arange(len(window) - 1, device=window.device)
+        hidden = exact(ids, places, ChunkedAttention(exact, rounded_to))
+        wanted, found = log_probabilities(exact, window), exact.logits(hidden).log_softmax(-1)
+        total += (wanted.exp() * (wanted - found)).sum(-1).mean().item()
+    return 1000 * total / len(windows)
+
+
 def step_bytes(name: str, workload: str, bits: int) -> float:
     """What a mean decode step of a workload reads: weights of layers in ``bits`` bits, the rest in 16."""
     arch, load = SHAPES[name], MODEL_WORKLOADS[workload]
@@ -112,6 +196,38 @@ def step_bytes(name: str, workload: str, bits: int) -> float:
 def promised(name: str, workload: str) -> float:
     """How many times as fast steps are, if they take as long as their bytes do."""
     return step_bytes(name, workload, 16) / step_bytes(name, workload, 8)
+
+
+def kv_bytes(name: str, is_quantized: bool) -> int:
+    """The bytes of a cached token in all layers, scales included."""
+    arch = SHAPES[name]
+    one_byte = arch.kv_bytes_per_token(1)
+    return one_byte + 4 * one_byte // arch.head_dim if is_quantized else 2 * one_byte
+
+
+def promised_with_heads(results: Results, name: str, workload: str) -> float:
+    """How many times as fast a whole run is with fp8 weights, keys and values.
+
+    Its prompts are read at the recorded speed of PRE, and its steps take as long as their bytes do.
+    """
+    load, figures = MODEL_WORKLOADS[workload], results.by_model("formats")[name]["figures"]
+    new = ((load.min_new_tokens or load.max_new_tokens) + load.max_new_tokens) / 2
+    prompt = ((load.min_prompt_tokens or load.prompt_tokens or 0) + (load.prompt_tokens or 0)) / 2
+    seconds = []
+    for bits, form in ((16, "none"), (8, "fp8")):
+        speed = figures["tokens"]["PRE"] / median(figures["seconds"]["PRE"][form])
+        cached = load.max_batch_size * load.mean_context
+        n_bytes = step_bytes(name, workload, bits) + cached * (
+            kv_bytes(name, bits == 8) - kv_bytes(name, False)
+        )
+        seconds.append(load.num_requests * prompt / speed + new * read_us(results, n_bytes) / 1e6)
+    return seconds[0] / seconds[1]
+
+
+def gain_with_heads(results: Results, name: str, workload: str) -> float:
+    """Tokens per second with fp8 weights, keys and values, times those with 16 bits."""
+    seconds = results.by_model("formats_kv")[name]["figures"]["seconds"][workload]
+    return median(seconds["none"]) / median(seconds["fp8+kv-fp8"])
 
 
 def gains(results: Results, name: str, workload: str) -> list[float]:

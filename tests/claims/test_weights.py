@@ -1,4 +1,4 @@
-"""The notebook of weights of 8 bits: what its text says is what the records and the bytes say."""
+"""The notebooks of weights, keys and values of 8 bits: their text says what records and bytes say."""
 
 from __future__ import annotations
 
@@ -37,3 +37,11 @@ def test_the_price_is_what_is_said():
         quality = CPU.figures(f"formats-{model}", "quality", "formats")
         assert 8 < quality["fp8"]["kl"] / quality["int8"]["kl"] < 13
     claim("40", rf"in steps of up to {FIGURE} rows", FINE_ROWS)
+
+
+def test_runs_with_quantised_keys_and_values_take_what_is_said():
+    loads, model = ("L8K", "L32K", "MIX"), "Llama-3.1-8B"
+    promised = [formats.promised_with_heads(H200, model, load) for load in loads]
+    found = [formats.gain_with_heads(H200, model, load) for load in loads]
+    words = rf"of {FIGURE}, {FIGURE} and {FIGURE} times, runs gain {FIGURE}, {FIGURE} and {FIGURE}\."
+    claim("41", words, *promised, *found)

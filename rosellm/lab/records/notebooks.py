@@ -38,7 +38,7 @@ ACTS = (
     Act(
         "Modern models",
         "Qwen3 and Llama 3, long and unequal contexts, fewer bytes.",
-        ("26", "27", "28", "30", "40"),
+        ("26", "27", "28", "30", "40", "41"),
     ),
     Act(
         "Serving",
