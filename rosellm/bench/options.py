@@ -126,8 +126,8 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
     add("--deterministic", action="store_true", help="bitwise equal logits in any batch; later rungs only")
     add("--quantization", choices=list(CODES), help=QUANTIZATION)
-    add("--kv-cache-dtype", choices=("auto", *CODES), default="auto", help=KV_DTYPE)
     add = parser.add_argument_group("KV cache").add_argument
+    add("--kv-cache-dtype", choices=("auto", *CODES), default="auto", help=KV_DTYPE)
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
     add("--num-kv-blocks", **count(None), help="per layer; default: as the requests need, capped by memory")
     add("--prefix-cache", **switch(None), help="reuse the KV of shared prefixes; default: if the rung can")

@@ -11,7 +11,7 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.roseinfer.kernels.linear import Activation, activated_ref, gelu, output_width, silu
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
-ROLES = {"_quantize_kernel": "quantisation", "_round_heads_kernel": "quantisation"}
+ROLES = {"_quantize_kernel": "elementwise", "_round_heads_kernel": "elementwise"}
 ROLES |= {"_dequantize_kernel": "GEMM"}
 ROWS, PLACES = 8, 512  # codes per program
 
