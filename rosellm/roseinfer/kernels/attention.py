@@ -22,9 +22,9 @@ from rosellm.roseinfer.kernels.online_softmax import (
     attend_tile,
     combine,
     gathered,
-    lowered,
     new_partial,
     no_keys,
+    operands,
     store_heads,
     store_partial,
     with_new,
@@ -55,6 +55,7 @@ from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_decode_attention_kernel": "attention"}
+UP = 2.0**60  # squared: what ``codes.unpacked`` divides FP8 by in bf16
 
 
 def append_and_attend_ref(
@@ -252,9 +253,9 @@ def load_and_append(
 ):  # fmt: skip
     """Load and rotate the queries of one KV head; if ``tile`` is 0, also append the new token to the cache.
 
-    Returns the queries ``[M, D]``, their scores with the new key ``[M]``, and the new value ``[1, D]``. If
-    ``tile`` is not 0, the scores are -inf and the value is 0. All loads of q, k and v are issued before any
-    is used.
+    Returns the queries ``[M, D]``, as :func:`operands` does, their scores with the new key ``[M]``, and the
+    new value ``[1, D]``. If ``tile`` is not 0, the scores are -inf and the value is 0. All loads of q, k and
+    v are issued before any is used.
     """
     HEADS: tl.constexpr = tiling.HEADS
     _, _, cos, sin, _ = ahead
@@ -271,11 +272,10 @@ def load_and_append(
         score, v_new = append_new(
             q, keys, v_new, ahead, norms[1], cache, rotary, kv_head, scale, shape, tiling
         )
-    q = q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
     if HEADS < tiling.M:
         q = repeated(q, tiling.M)
         score = tl.reshape(repeated(score[:, None], tiling.M), (tiling.M,))
-    return q, score, v_new
+    return operands(q, tiling), score, v_new
 
 
 @triton.jit
@@ -307,8 +307,6 @@ def attend_part(
     )  # fmt: skip
     if not EARLY:
         m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
-        if tiling.SCALED and tiling.DOT is not None:
-            acc = lowered(acc, tiling.DOT)
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     return m_i, l_i, acc
 
@@ -425,9 +423,9 @@ def append_and_attend(
         )  # fmt: skip
         return out
     batch, group = len(out), out.shape[1] // k_new.shape[-2]
-    smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
-    new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
     tiling = _tiling(variant, window, group, k_cache_layer, rotary)
+    smallest = 1 if tiling.DOT is None else SMALLEST_DOT if tiling.PAIRS is None else 2 * SMALLEST_DOT
+    new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
     rows = rows_of(block_table, positions)
     partial = new_partial(out, variant.pieces + batch) if variant.combine else None
     _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
@@ -453,10 +451,13 @@ def _tiling(
     if group == 1 and not variant.dot:
         return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes), scaled)
     heads = next_power_of_2(group)
-    rows = max(SMALLEST_DOT, heads)
-    return Tiling(
-        variant.tile, window, rows, heads, variant.stages, dot_dtype(cache_layer), norms, False, scaled
-    )
+    rows, dot = max(SMALLEST_DOT, heads), dot_dtype(cache_layer)
+    tiling = Tiling(variant.tile, window, rows, heads, variant.stages, dot, norms, False, scaled)
+    if not isinstance(cache_layer, QuantizedHeads) or tl.float32 == dot:
+        return tiling
+    if cache_layer.form == "int8":
+        return tiling._replace(PAIRS=tl.int8)
+    return tiling._replace(PAIRS=tl.float8e4nv, K_UP=UP if tl.bfloat16 == dot else 1.0, V_UP=UP)
 
 
 def described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
@@ -465,7 +466,7 @@ def described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
     is_wide = cache.k.dtype == torch.float32 or tl.float32 == shape.DTYPE
     if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or is_wide:
         return None, None
-    return described_rows(cache, tiling.TILE)
+    return described_rows(cache, tiling.TILE, tiling.PAIRS is not None)
 
 
 def pointers(rotary: Rotary | None) -> Rotary | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.attention_plan import Plan
+from rosellm.roseinfer.kernels.codes import unpacked
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
@@ -33,6 +34,10 @@ class Tiling(NamedTuple):
     NORMS: whether q and k are normalised per head.
     LANES: whether each token of a tile has its own softmax, as in ``attention_plan.Variant``.
     SCALED: whether keys and values are quantised.
+    PAIRS: dtype of codes that are loaded in pairs, as int16, and unpacked in registers; None for others. Of
+        queries and of weighted sums of values ``[M, D]`` there are then two halves, of even and odd elements.
+    K_UP, V_UP: factors on queries and on values' scales, and then on the sums, that undo the small factor
+        with which ``codes.unpacked`` returns keys and values.
     """
 
     TILE: int
@@ -44,6 +49,9 @@ class Tiling(NamedTuple):
     NORMS: bool
     LANES: bool
     SCALED: bool = False
+    PAIRS: object = None
+    K_UP: float = 1.0
+    V_UP: float = 1.0
 
 
 @triton.jit
@@ -60,35 +68,59 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
     ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
     D: tl.constexpr = shape.D_PADDED
     l_i = tl.zeros((ROWS,) if tiling.DOT is None else (ROWS, TILE), tl.float32)
-    return tl.full((ROWS,), -1.0e30, tl.float32), l_i, tl.zeros((ROWS, D), tl.float32)
+    if tiling.PAIRS is None:
+        acc = tl.zeros((ROWS, D), tl.float32)
+    else:
+        acc = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
+    return tl.full((ROWS,), -1.0e30, tl.float32), l_i, acc
 
 
 @triton.jit
-def lifted(scales, codes, DOT: tl.constexpr):
-    """Return the scales of values' codes, times 16 if they become fp16, where small ones lose digits.
+def operands(q, tiling: tl.constexpr):
+    """Return queries ``[M, D]`` as operands of GEMMs: with PAIRS, their even and odd elements, times K_UP."""
+    if tiling.PAIRS is None:
+        q = q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
+    else:
+        q = (q.to(tl.float32) * tiling.K_UP).to(tiling.DOT)
+        q = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
+    return q
 
-    In fp16, values beyond 4,088 are cut off, since they would become infinite.
+
+@triton.jit
+def key_products(q, k, tiling: tl.constexpr):
+    """Return the products ``[M, TILE]`` of queries and a tile's keys, divided by K_UP."""
+    if tiling.PAIRS is None:
+        products = tl.dot(q, tl.trans(k.to(tiling.DOT)), input_precision="ieee")
+    else:
+        even, odd = unpacked(k, tiling.PAIRS, tiling.DOT)
+        products = tl.dot(q[1], tl.trans(odd), tl.dot(q[0], tl.trans(even)))
+    return products
+
+
+@triton.jit
+def add_values(acc, alpha, p, loaded, tiling: tl.constexpr):
+    """Return weighted sums of values times ``alpha``, plus those of a tile with weights p ``[M, TILE]``.
+
+    The sums are divided by V_UP.
+    In fp16, weights times the scales of values could be too large or too small: they become bf16.
     """
-    if tl.float16 == DOT:
-        MOST: tl.constexpr = 515.0 if codes.dtype == tl.int8 else 146.0  # 65,504 / the largest code
-        scales *= 16.0
-        scales = tl.where(scales < float("inf"), tl.minimum(scales, MOST), scales)  # NaN and inf stay
-    return scales
-
-
-@triton.jit
-def lowered(acc, DOT: tl.constexpr):
-    """Return weighted sums of values as they would be without :func:`lifted`."""
-    return acc * (1 / 16.0) if tl.float16 == DOT else acc
+    v = loaded[1]
+    if tiling.SCALED:
+        p *= (loaded[3] * tiling.V_UP)[None, :]
+    if tiling.PAIRS is None:
+        acc = tl.dot(p.to(tiling.DOT), v.to(tiling.DOT), acc * alpha[:, None], input_precision="ieee")
+    else:
+        even, odd = unpacked(v, tiling.PAIRS, tl.bfloat16)
+        p = p.to(tl.bfloat16)
+        acc = tl.dot(p, even, acc[0] * alpha[:, None]), tl.dot(p, odd, acc[1] * alpha[:, None])
+    return acc
 
 
 @triton.jit
 def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2, and return its new state.
 
-    With DOT, weighted sums of quantised values are :func:`lifted`.
-
-    q: ``[M, D]``.
+    q: ``[M, D]``, as returned by :func:`operands`.
     loaded: keys and values ``[TILE, D]``, and the scales of quantised ones ``[TILE]``.
     seen: ``[TILE]``, which tokens are attended to; None for all.
     scale: factor on the scores, times log2(e).
@@ -109,17 +141,14 @@ def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
         acc = acc * alpha[:, None] + (weighted if tiling.LANES else tl.sum(weighted, axis=0)[None, :])
         l_i = l_i * alpha + (p if tiling.LANES else tl.sum(p, axis=0))
     else:
-        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee") * scale  # [M, TILE]
-        if tiling.SCALED:
-            scores *= loaded[2][None, :]
+        scores = key_products(q, k, tiling)  # [M, TILE]
+        scores *= (loaded[2] * (scale * tiling.K_UP))[None, :] if tiling.SCALED else scale
         if seen is not None:
             scores = tl.where(seen[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
-        if tiling.SCALED:
-            v = v.to(DOT) * lifted(loaded[3], v, DOT).to(DOT)[:, None]
-        acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
+        acc = add_values(acc, alpha, p, loaded, tiling)
         l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc
 
@@ -132,6 +161,8 @@ def gathered(m_i, l_i, acc, tiling: tl.constexpr):
     """
     if tiling.DOT is not None:
         l_i = tl.sum(l_i, axis=1)
+        if tiling.PAIRS is not None:
+            acc = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1])) * tiling.V_UP
     else:
         highest = tl.max(m_i, axis=0)
         weights = tl.exp2(m_i - highest)

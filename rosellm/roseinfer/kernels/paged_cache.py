@@ -115,23 +115,22 @@ def layer_arguments(
 def dot_dtype(x: AnyHeads):
     """Return the operand dtype of GEMMs: x's on a GPU, and fp32 in Triton's interpreter.
 
-    The interpreter computes wrong results for bf16 GEMMs. For a quantised cache of a 16-bit
-    model it is fp16, to which GPUs convert FP8 in one instruction.
+    The interpreter computes wrong results for bf16 GEMMs.
     """
-    if x.device.type != "cuda":
-        return tl.float32
-    return tl.float16 if isinstance(x, QuantizedHeads) and x.dtype.itemsize == 2 else TRITON_DTYPES[x.dtype]
+    return TRITON_DTYPES[x.dtype] if x.device.type == "cuda" else tl.float32
 
 
-def described_rows(cache: PagedCache, rows: int):
+def described_rows(cache: PagedCache, rows: int, in_pairs: bool = False):
     """Return TMA descriptors of keys and values that copy ``rows`` consecutive slots of a head at a time.
 
     Slot s of a block, for a head, is row ``(block * H_KV + head) * BLOCK_SIZE + s`` of the descriptors.
+
+    in_pairs: two codes are one int16.
     """
-    head_dim = cache.k.shape[3]
+    heads = (x.view(torch.int16) if in_pairs else x for x in (cache.k, cache.v))
     return tuple(
-        TensorDescriptor(x, [x.numel() // head_dim, head_dim], [head_dim, 1], [rows, head_dim])
-        for x in (cache.k, cache.v)
+        TensorDescriptor(x, [x.numel() // x.shape[3], x.shape[3]], [x.shape[3], 1], [rows, x.shape[3]])
+        for x in heads
     )
 
 
@@ -166,14 +165,19 @@ def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr)
 
 @triton.jit
 def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Return the offsets ``[TILE, D]`` of a tile's keys and values; blocks as from :func:`blocks_of`."""
+    """Return the offsets ``[TILE, D]`` of a tile's keys and values, or ``[TILE, D / 2]`` of pairs of codes.
+
+    blocks: as from :func:`blocks_of`.
+    """
+    PER: tl.constexpr = 1 if tiling.PAIRS is None else 2
     i = tl.arange(0, tiling.TILE)
-    d = tl.arange(0, shape.D_PADDED)[None, :]
+    d = tl.arange(0, shape.D_PADDED // PER)[None, :]
     if shape.BLOCK_SIZE % tiling.TILE == 0:
         base = slot_offset(cache, blocks, start % shape.BLOCK_SIZE, kv_head, shape)
-        places = base + i[:, None] * shape.D + d
+        places = base // PER + i[:, None] * (shape.D // PER) + d
     else:
-        places = slot_offset(cache, blocks, (start + i) % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
+        base = slot_offset(cache, blocks, (start + i) % shape.BLOCK_SIZE, kv_head, shape)
+        places = base[:, None] // PER + d
     return places
 
 
@@ -219,6 +223,27 @@ def store_quantized(cache, slots, stored, k, v, shape: tl.constexpr):
 
 
 @triton.jit
+def load_heads_at(cache, place, mask, tiling: tl.constexpr):
+    """Load keys and values at offsets ``place``: 0 where ``mask``, unless it is None, is false."""
+    k_ptr, v_ptr = cache.k, cache.v
+    if tiling.PAIRS is not None:
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    if mask is None:
+        k, v = tl.load(k_ptr + place), tl.load(v_ptr + place)
+    else:
+        k, v = tl.load(k_ptr + place, mask=mask, other=0.0), tl.load(v_ptr + place, mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def inside_head(shape: tl.constexpr, tiling: tl.constexpr):
+    """Return which elements, or pairs, of a padded head exist: ``[1, D]`` or ``[1, D / 2]``."""
+    PER: tl.constexpr = 1 if tiling.PAIRS is None else 2
+    return (tl.arange(0, shape.D_PADDED // PER) < shape.D // PER)[None, :]
+
+
+@triton.jit
 def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Load keys and values ``[TILE, D]`` of the tile at token ``start``; 0 outside the attended tokens.
 
@@ -227,8 +252,7 @@ def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, t
     """
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     seen = are_seen(start, first, stop, tiling)
-    mask = seen[:, None] & (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
-    loaded = tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+    loaded = load_heads_at(cache, place, seen[:, None] & inside_head(shape, tiling), tiling)
     if shape.DTYPE is not None:
         loaded = loaded + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), seen)
     return loaded
@@ -238,12 +262,8 @@ def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, t
 def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Load a tile of tokens that are all cached, and return it as :func:`load_seen` does."""
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
-    d = tl.arange(0, shape.D_PADDED)[None, :]
-    if shape.D == shape.D_PADDED:
-        loaded = tl.load(cache.k + place), tl.load(cache.v + place)
-    else:
-        k = tl.load(cache.k + place, mask=d < shape.D, other=0.0)
-        loaded = k, tl.load(cache.v + place, mask=d < shape.D, other=0.0)
+    mask = None if shape.D == shape.D_PADDED else inside_head(shape, tiling)
+    loaded = load_heads_at(cache, place, mask, tiling)
     if shape.DTYPE is not None:
         loaded = loaded + load_scales(cache, tile_slots(blocks, start, kv_head, shape, tiling), None)
     return loaded

@@ -22,7 +22,7 @@ from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.models.quantized import AnyHeads, QuantizedHeads, full, rounded_like
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.online_softmax import lifted, lowered, new_partial
+from rosellm.roseinfer.kernels.online_softmax import new_partial
 from rosellm.roseinfer.kernels.paged_cache import (
     LOG2_E,
     SMALLEST_DOT,
@@ -168,8 +168,7 @@ def _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constex
     """Add one tile of keys to the online softmax (Milakov & Gimelshein 2018), in base 2; return its state.
 
     q: ``[ROWS, D]``.
-    loaded: keys and values ``[BLOCK_N, D]``, and the scales of quantised ones ``[BLOCK_N]``, whose weighted
-        sums are ``lifted``.
+    loaded: keys and values ``[BLOCK_N, D]``, and the scales of quantised ones ``[BLOCK_N]``.
     key, query: ``[BLOCK_N]`` and ``[ROWS]``, positions, which are compared if CAUSAL or with a window.
     m_i: ``[ROWS]``, running maximum of the scaled scores.
     l_i: ``[ROWS]``, running sum of weights.
@@ -190,10 +189,12 @@ def _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constex
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(scores * scale_log2 - finite[:, None])
     alpha = tl.exp2(m_i - finite)
-    if len(loaded) == 4:
-        v = v.to(q.dtype) * lifted(loaded[3], v, q.dtype).to(q.dtype)[:, None]
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
-    return m_new, l_i * alpha + tl.sum(p, axis=1), acc
+    l_i = l_i * alpha + tl.sum(p, axis=1)
+    DOT: tl.constexpr = tl.bfloat16 if len(loaded) == 4 and q.dtype == tl.float16 else q.dtype
+    if len(loaded) == 4:  # in fp16, weights times the scales of values could be too large or too small
+        p *= loaded[3][None, :]
+    acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
+    return m_new, l_i, acc
 
 
 @triton.jit
@@ -338,8 +339,6 @@ def _prefill_attention_kernel(
         loaded = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True)
         key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
         m_i, l_i, acc = _attend(q, loaded, key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
-    if shape.DTYPE is not None:
-        acc = lowered(acc, DOT)
 
     new_tile = (j * new.kv_stride + kv_head * shape.D)[:, None] + d[None, :]
     begin_new = 0

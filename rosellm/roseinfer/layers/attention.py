@@ -139,10 +139,20 @@ class SplitAppendAndAttend(AppendAndAttend):
     def choose(self, rows: int, *sizes: Any) -> Variant:
         in_flight = ring_rows(rows, *sizes) if self.has_ring and rows >= self.fewest_rows else None
         chosen = in_flight or variant_for(rows, *sizes)
-        if self.is_quantized and chosen.pieces == 0 and (chosen.tile, chosen.warps) == (64, 4):
-            # values pass through registers, so fewer warps wait for one another
-            return chosen._replace(warps=2)
-        return chosen
+        return for_codes(chosen) if self.is_quantized else chosen
+
+
+def for_codes(variant: Variant) -> Variant:
+    """Return the variant of a quantised cache, of which one for 16 bits is given.
+
+    Codes pass through registers: fewer warps, which wait for one another, and more programs are faster. Half
+    a tile then has the bytes of a tile of 16 bits.
+    """
+    if variant.warps > 4 or variant.stages == 1:
+        return variant
+    if variant.pieces:
+        return variant._replace(tile=32, pieces=2 * variant.pieces, warps=2, stages=3)
+    return variant._replace(tile=64, warps=2, stages=3)
 
 
 BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {

@@ -119,9 +119,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int, list[str]]]
     CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
     ring.runs_on = lambda *_arguments: capability == H200
-    attention.dot_dtype = prefill.dot_dtype = lambda x: (
-        TRITON_DTYPES[x.dtype] if isinstance(x, torch.Tensor) else TRITON_DTYPES[torch.float16]
-    )
+    attention.dot_dtype = prefill.dot_dtype = lambda x: TRITON_DTYPES[x.dtype]
     products.scaled_product = lambda x, projection: torch.zeros(len(x), len(projection.weight), dtype=x.dtype)
     assembly.graphs_on, assembly.room_of = lambda device: FakeGraphs(), lambda *_arguments: 16
     captured_prefill.CAPTURED_TOKENS = 384

@@ -57,7 +57,7 @@ def assert_equals_spec(name: str, case: dict, **options) -> None:
         assert torch.equal(mine.isnan(), spec.isnan())
         off, size = (mine - spec).abs().nan_to_num(), spec.abs().nan_to_num()
         assert (off <= size / 7 + size.amax(-1, keepdim=True) / 100).all()
-        assert (off > 0).float().mean() < (0.02 if found.dtype == torch.float32 else 0.2)
+        assert (off > size / 500).float().mean() < (0.02 if found.dtype == torch.float32 else 0.2)
 
 
 @pytest.mark.parametrize("form", CODES)
@@ -107,9 +107,8 @@ def test_tiles_in_flight_have_the_scales_of_their_own_tokens(group, head_dim, de
 
 
 @every_format
-@pytest.mark.parametrize("largest", [1e-4, 3000.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("largest", [1e-4, 60_000.0, float("nan"), float("inf")])
 def test_values_of_any_size_are_read_and_what_is_not_finite_stays_so(largest, device, form, dtype):
-    """Those beyond 4,088 are cut off where they become fp16."""
     sizes = {
         "n_heads": 2,
         "n_kv_heads": 1,
