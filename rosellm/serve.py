@@ -27,7 +27,7 @@ from rosellm import errors
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import CheckpointError, OptionError, PromptError, RoseError, SamplingError
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.quantized import CODES, KV_DTYPE, QUANTIZATION
+from rosellm.models.quantized import CODES, KV_DTYPE, QUANTIZATION, WEIGHT_FORMS
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import Logprob, RequestOutput, decoded_logprobs
 from rosellm.roseinfer.recipe import PROPOSERS, SPECULATION
@@ -260,7 +260,7 @@ def run(argv: list[str] | None) -> None:
     add("--max-in-flight", type=whole_number(1), default=1024, help="requests beyond are answered with 429")
     for name in ("--dtype", "--device", "--load-format"):
         add(name, default="auto")
-    add("--quantization", choices=list(CODES), help=QUANTIZATION)
+    add("--quantization", choices=WEIGHT_FORMS, help=QUANTIZATION)
     add("--kv-cache-dtype", choices=("auto", *CODES), default="auto", help=KV_DTYPE)
     add("--speculation", choices=PROPOSERS, help=SPECULATION)
     add("--draft-model", metavar="MODEL", help="for draft; default: the shipped model's own")

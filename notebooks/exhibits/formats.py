@@ -48,7 +48,7 @@ def held_out(tokenizer: Tokenizer, device: torch.device, count: int) -> list[Ten
 
 def quantized(weight: Tensor, form: str, per: str = "output") -> QuantizedWeight:
     """A weight in 8 bits, with one scale per output or, per "tensor", the largest of these for all."""
-    found = empty_weight(*weight.shape, form, weight.device).copy_(weight)
+    found = empty_weight(*weight.shape, form, weight.device, weight.dtype).copy_(weight)
     if per == "tensor":
         found.scales.fill_(weight.abs().max().item() / LARGEST[CODES[form]])
         found.codes.copy_(nearest(weight / found.scales[:, None], CODES[form]))

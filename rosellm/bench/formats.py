@@ -25,7 +25,7 @@ from rosellm.errors import OptionError, describe
 from rosellm.models.attention import CausalAttention
 from rosellm.models.loading import arch_of, load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, QuantizedProjection, rounded_heads
+from rosellm.models.quantized import CODES, WEIGHT_FORMS, QuantizedProjection, rounded_heads
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -38,7 +38,7 @@ from rosellm.rosetrainer.training import token_stream
 
 PLAIN = "none"  # weights, keys and values in the engine's dtype
 KV = "kv-"  # before the format of keys and values
-FORMATS = (PLAIN, *CODES, *(KV + form for form in CODES))
+FORMATS = (PLAIN, *WEIGHT_FORMS, *(KV + form for form in CODES))
 BLOCK = 64  # tokens of a KV block
 POSITIONS = 64  # of a bucket of KL divergences
 WINDOW = 512  # tokens, at most

@@ -13,7 +13,7 @@ from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MO
 from rosellm.command_line import INT32_MAX, ScreenParser, whole_number, whole_numbers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
-from rosellm.models.quantized import CODES, KV_DTYPE, QUANTIZATION
+from rosellm.models.quantized import CODES, KV_DTYPE, QUANTIZATION, WEIGHT_FORMS
 from rosellm.roseinfer.engine import MOST_DRAFTS, Engine
 from rosellm.roseinfer.recipe import LADDER, PROPOSERS, SPECULATION, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
@@ -125,7 +125,7 @@ def add_serving_options(parser: ArgumentParser) -> None:
     add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
     add("--deterministic", action="store_true", help="bitwise equal logits in any batch; later rungs only")
-    add("--quantization", choices=list(CODES), help=QUANTIZATION)
+    add("--quantization", choices=WEIGHT_FORMS, help=QUANTIZATION)
     add = parser.add_argument_group("KV cache").add_argument
     add("--kv-cache-dtype", choices=("auto", *CODES), default="auto", help=KV_DTYPE)
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")

@@ -151,12 +151,13 @@ class Transformer(nn.Module):
 
         whole: the ``Arch`` of the whole model.
         part: the part of the weights to allocate.
-        quantization: the format of the layers' weights, a key of ``quantized.CODES``; None for ``dtype``.
+        quantization: the format of the layers' weights, one of ``quantized.WEIGHT_FORMS``; None for
+            ``dtype``.
         """
         with torch.device("meta"):
             model = cls(whole, part)
         if quantization is not None:
-            model._quantize(quantization, device)
+            model._quantize(quantization, device, dtype)
         vocabulary = (model.token_embedding, model.lm_head)
         for module in model.modules():
             make: Callable[..., Tensor] = _padded if module in vocabulary else torch.empty
@@ -167,12 +168,12 @@ class Transformer(nn.Module):
         model._tabulate(device)
         return model.eval()
 
-    def _quantize(self, form: str, device: torch.device) -> None:
+    def _quantize(self, form: str, device: torch.device, dtype: torch.dtype) -> None:
         """Replace the projections of all layers by quantised ones, whose weights are zeros."""
         self.quantization = form
         for block in self.blocks:
             for name, (n, k) in self.config.shapes.items():
-                weight = empty_weight(n, k, form, device)
+                weight = empty_weight(n, k, form, device, dtype)
                 setattr(block, name, QuantizedProjection(weight, getattr(block, name).bias))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:

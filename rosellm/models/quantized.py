@@ -1,8 +1,9 @@
-"""Weights, activations, keys and values of 8 bits: codes, and a scale for each row of them.
+"""Weights, activations, keys and values of 8 bits, and weights of 4 bits: codes, and scales of them.
 
 A weight is its code times its row's scale, rounded to nearest. Codes are floating-point numbers of 8 bits
-with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). GEMMs multiply
-codes, by activations in the model's dtype or by codes of activations, and their sums by scales.
+with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). Weights can also be
+integers from -8 to 7 ("int4"), with one scale for each ``GROUP`` inputs of a row. GEMMs multiply codes, by
+activations in the model's dtype or by codes of activations, and their sums by scales.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # codes
 FP8_FROM = (8, 9)  # compute capability
 FINER = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}  # a code of one digit divided by one of the next
+ROW_FORMS = {"fp8": "fp8", "int8": "int8", "int4": "int8"}  # of activations, by that of weights
+WEIGHT_FORMS = tuple(ROW_FORMS)
+GROUP = 128  # consecutive inputs that share a scale in "int4"
 MULTIPLE = 16  # of inputs and outputs
-QUANTIZATION = "quantise the weights of all layers to 8 bits"
+QUANTIZATION = "quantise the weights of all layers to 8 or 4 bits"
 KV_DTYPE = "quantise keys and values to 8 bits"
 
 
@@ -52,7 +56,7 @@ class QuantizedWeight:
 
     @property
     def form(self) -> str:
-        """The format, a key of ``CODES``."""
+        """The format, one of ``WEIGHT_FORMS``."""
         return form_of(self.codes)
 
     def __len__(self) -> int:
@@ -73,6 +77,59 @@ class QuantizedWeight:
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[N, K]`` in a floating-point dtype."""
         return (self.codes.float() * self.scales[:, None]).to(dtype)
+
+
+@dataclass(frozen=True)
+class GroupedWeight(QuantizedWeight):
+    """A weight ``[N, K]`` of 4 bits, with one scale for each row and ``GROUP`` consecutive columns.
+
+    codes: ``[N, K / 2]`` uint8, as :func:`packed` returns them.
+    scales: ``[K / GROUP, N]`` in the model's dtype.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        n, width = self.codes.shape
+        return torch.Size((n, 2 * width))
+
+    @property
+    def form(self) -> str:
+        return "int4"
+
+    def split(self, sizes: list[int]) -> list[QuantizedWeight]:
+        pairs = zip(self.codes.split(sizes), self.scales.split(sizes, dim=1), strict=True)
+        return [GroupedWeight(*pair) for pair in pairs]
+
+    def copy_(self, weight: Tensor) -> QuantizedWeight:
+        """Quantise a weight ``[N, K]``; the largest weight of a group gets the code 7 or -7. Return self."""
+        wide = weight.to(self.codes.device, torch.float32)
+        groups = wide.unflatten(1, (-1, GROUP))
+        least = torch.finfo(self.scales.dtype).tiny
+        self.scales.copy_((groups.abs().amax(2).t() / 7).clamp_min(least))
+        codes = (groups / self.scales.t()[:, :, None].float()).round().clamp(-8, 7)
+        self.codes.copy_(packed(codes.flatten(1).to(torch.int8)))
+        return self
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        groups = unpacked(self.codes).unflatten(1, (-1, GROUP))
+        return (groups * self.scales.t()[:, :, None].float()).flatten(1).to(dtype)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Return codes ``[N, K]`` int8 from -8 to 7 as ``[N, K / 2]`` uint8, two in a byte.
+
+    Column 32 w + 16 h + 4 c + i of a group, with w, c and i below 4, is in the group's byte 16 c + 4 w + i:
+    in the low half if h is 0, in the high half if it is 1. So the bytes that a thread of a tensor core needs
+    of a row, those of one c, are consecutive.
+    """
+    low, high = codes.view(torch.uint8).view(len(codes), -1, 4, 2, 4, 4).transpose(2, 4).unbind(3)
+    return (high << 4 | low & 15).flatten(1)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """Return the codes ``[N, K]`` int8 of :func:`packed` bytes ``[N, K / 2]``."""
+    signed = packed.view(torch.int8).view(len(packed), -1, 4, 4, 4)
+    return torch.stack((signed << 4 >> 4, signed >> 4), dim=3).transpose(2, 4).flatten(1)
 
 
 class RowFormat(NamedTuple):
@@ -217,10 +274,26 @@ def rounded_like(cache: AnyHeads, heads: Tensor) -> Tensor:
     return heads if isinstance(cache, Tensor) else rounded_heads(heads, cache.form)
 
 
-def empty_weight(n: int, k: int, form: str, device: torch.device) -> QuantizedWeight:
-    """Return a quantised weight ``[n, k]`` of zeros. form: a key of ``CODES``."""
+def empty_weight(n: int, k: int, form: str, device: torch.device, dtype: torch.dtype) -> QuantizedWeight:
+    """Return a quantised weight ``[n, k]`` of zeros.
+
+    form: one of ``WEIGHT_FORMS``.
+    dtype: that of the model, and of the scales of "int4".
+    """
+    if form == "int4":
+        codes = torch.zeros(n, k // 2, dtype=torch.uint8, device=device)
+        return GroupedWeight(codes, torch.ones(k // GROUP, n, dtype=dtype, device=device))
     codes = torch.zeros(n, k, dtype=CODES[form], device=device)
     return QuantizedWeight(codes, torch.ones(n, device=device))
+
+
+def bytes_per_weight(form: str, dtype: torch.dtype) -> float:
+    """Return the bytes of an element of a quantised weight, with its share of the scales of groups.
+
+    form: one of ``WEIGHT_FORMS``.
+    dtype: that of the model.
+    """
+    return 0.5 + dtype.itemsize / GROUP if form == "int4" else 1.0
 
 
 def parts_of_weight(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +317,8 @@ class QuantizedProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.digits is not None:
-            x = QuantizedRows.of(x, RowFormat(self.weight.form, self.digits)).dequantized().to(x.dtype)
+            form = RowFormat(ROW_FORMS[self.weight.form], self.digits)
+            x = QuantizedRows.of(x, form).dequantized().to(x.dtype)
         return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
 
 
@@ -257,16 +331,18 @@ def check_fp8(form: str, device: torch.device, option: str) -> None:
 def check_quantization(form: str | None, device: torch.device, arch: Arch | None = None) -> None:
     """Raise ``OptionError`` or ``DeviceError`` if the weights of a model cannot be quantised.
 
-    form: a key of ``CODES``, or None.
+    form: one of ``WEIGHT_FORMS``, or None.
     device: the model's device.
     arch: the model's architecture, if it is known.
     """
     if form is None:
         return
-    if not isinstance(form, str) or form not in CODES:
-        raise OptionError(f"quantization {describe(form)} is unknown; use {', '.join(map(repr, CODES))}")
+    if not isinstance(form, str) or form not in WEIGHT_FORMS:
+        raise OptionError(f"quantization {describe(form)} is unknown; use {', '.join(map(repr, WEIGHT_FORMS))}")
     check_fp8(form, device, "quantization")
     for name, (n, k) in arch.shapes.items() if arch is not None else ():
+        size = f"{name!r} of this model is {n} x {k}"
         if n % MULTIPLE or k % MULTIPLE:
-            size = f"{name!r} of this model is {n} x {k}"
             raise OptionError(f"quantization {form!r} needs sizes in multiples of {MULTIPLE}; {size}")
+        if form == "int4" and k % GROUP:
+            raise OptionError(f"quantization 'int4' needs inputs in groups of {GROUP}; {size}")

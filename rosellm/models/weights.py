@@ -30,7 +30,7 @@ from rosellm.models.compressed import copy_codes
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
-from rosellm.models.quantized import AnyWeight, QuantizedWeight, full
+from rosellm.models.quantized import AnyWeight, QuantizedWeight, bytes_per_weight, full
 from rosellm.models.shards import opened, shards_of
 
 NUMBER = re.compile(r"(?<=^blocks\.)\d+")  # a layer's index in a parameter's name
@@ -155,7 +155,8 @@ def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype, quanti
     angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
     wanted = config.n_parameters * dtype.itemsize + angles
     if quantization is not None:
-        wanted -= config.n_layers * config.n_layer_parameters * (dtype.itemsize - 1)
+        saved = dtype.itemsize - bytes_per_weight(quantization, dtype)
+        wanted -= int(config.n_layers * config.n_layer_parameters * saved)
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:

@@ -82,7 +82,8 @@ class LLM:
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
     quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
-        scale per output (:mod:`quantized`). Tokens then differ from those of the checkpoint's own weights.
+        scale per output, "int4" to 4 bits, with one per output and 128 inputs (:mod:`quantized`). Tokens then
+        differ from those of the checkpoint's own weights.
     kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so
         that about twice as many tokens fit in the cache; "auto" does not.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the

@@ -62,8 +62,8 @@ def far_apart(rows: Tensor) -> Tensor:
 
 
 def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-    """A weight ``[N, K]`` in 8 bits; form: a key of ``CODES``."""
-    return empty_weight(*weight.shape, form, weight.device).copy_(weight)
+    """A weight ``[N, K]`` in 8 or 4 bits; form: one of ``WEIGHT_FORMS``."""
+    return empty_weight(*weight.shape, form, weight.device, weight.dtype).copy_(weight)
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
