@@ -101,7 +101,7 @@ def load_parts(
         tokenizer that needs no download.
     part: the part of the weights to load.
     tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
-    quantization: "fp8", "int8" or "int4" quantises the weights of all layers (:mod:`quantized`); None does not.
+    quantization: "fp8", "int8" or "int4" quantises the weights of all layers (:mod:`quantized`), or None.
 
     Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be quantised, or
     sharded over the ranks of ``part``.

@@ -338,7 +338,8 @@ def check_quantization(form: str | None, device: torch.device, arch: Arch | None
     if form is None:
         return
     if not isinstance(form, str) or form not in WEIGHT_FORMS:
-        raise OptionError(f"quantization {describe(form)} is unknown; use {', '.join(map(repr, WEIGHT_FORMS))}")
+        known = ", ".join(map(repr, WEIGHT_FORMS))
+        raise OptionError(f"quantization {describe(form)} is unknown; use {known}")
     check_fp8(form, device, "quantization")
     for name, (n, k) in arch.shapes.items() if arch is not None else ():
         size = f"{name!r} of this model is {n} x {k}"
