@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import AnyRows, AnyWeight, QuantizedRows, full, parts_of_weight
+from rosellm.models.quantized import AnyRows, AnyWeight, GroupedWeight, QuantizedRows, full, parts_of_weight
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.grouped_ring import grouped_ring_linear
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import choice_of
 from rosellm.triton_or_none import TensorDescriptor, cdiv, tl, triton
@@ -296,7 +297,8 @@ def some_rows_linear(
     tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts)
     if tile is None:
         fused = {"bias": bias, "activation": activation}
-        return ring.ring_linear(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
+        gemm = grouped_ring_linear if isinstance(weight, GroupedWeight) else ring.ring_linear
+        return gemm(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
     width = output_width(n, activation)
     weight, scales = parts_of_weight(weight)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import CODES, FINER, QuantizedRows, QuantizedWeight, RowFormat
+from rosellm.models.quantized import (
+    CODES,
+    FINER,
+    GROUP,
+    GroupedWeight,
+    QuantizedRows,
+    QuantizedWeight,
+    RowFormat,
+)
 from rosellm.roseinfer.kernels.codes import coded, nearest
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import Activation, activated_ref, gelu, output_width, silu
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_quantize_kernel": "elementwise", "_round_heads_kernel": "elementwise"}
-ROLES |= {"_dequantize_kernel": "GEMM"}
-ROWS, PLACES = 8, 512  # codes per program
+ROLES |= {"_dequantize_kernel": "GEMM", "_dequantize_groups_kernel": "GEMM"}
+ROWS, PLACES, GROUP_ROWS = 8, 512, 32  # codes per program; rows of a group per program
 
 
 def quantize_ref(*, x: Tensor, form: RowFormat, activation: Activation = "none") -> QuantizedRows:
@@ -103,6 +111,19 @@ def _dequantize_kernel(
     tl.store(out_ptr + place, (codes * scales[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _dequantize_groups_kernel(codes_ptr, scales_ptr, out_ptr, N, K: tl.constexpr, ROWS: tl.constexpr):
+    """Dequantise ROWS rows of one group per program (``quantized.packed``)."""
+    rows, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    inside, first = (rows < N)[:, None], rows.to(tl.int64)[:, None] * K + group * 128
+    scales = tl.load(scales_ptr + group.to(tl.int64) * N + rows, mask=rows < N, other=0.0).to(tl.float32)
+    codes = tl.load(codes_ptr + first // 2 + tl.arange(0, 64)[None, :], mask=inside, other=0).to(tl.int32)
+    pairs = tl.reshape(tl.join(codes << 28 >> 28, codes << 24 >> 28), (ROWS, 4, 4, 4, 2))
+    codes = tl.reshape(tl.permute(pairs, (0, 2, 4, 1, 3)), (ROWS, 128)).to(tl.float32)
+    values = (codes * scales[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + first + tl.arange(0, 128)[None, :], values, mask=inside)
+
+
 def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, dict[str, float]]:
     """Return uninitialised rows of ``width`` elements, as many as x has, and constants of ``store_codes``."""
     dtype = CODES[form.name]
@@ -143,6 +164,10 @@ def dequantize(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Dequantise as :func:`dequantize_ref` does, in Triton."""
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
+    if isinstance(weight, GroupedWeight):
+        grid = cdiv(n, GROUP_ROWS), k // GROUP
+        _dequantize_groups_kernel[grid](weight.codes, weight.scales, out, n, k, GROUP_ROWS)
+        return out
     grid = cdiv(n, ROWS), cdiv(k, PLACES)
     _dequantize_kernel[grid](weight.codes, weight.scales, out, n, k, ROWS, PLACES)
     return out

@@ -30,7 +30,7 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 
 
 @gluon.jit
-def _load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
+def load_weights(w_desc, row, k, bar, ring, stage, GATED: gl.constexpr, pred):
     """Start to copy one stage's weights."""
     if GATED:
         async_load(w_desc, [row // 16, 0, 0, k], bar, ring.index(stage), pred=pred)
@@ -61,12 +61,8 @@ def _ring_kernel(
     REFILL: whether there are more tiles than stages.
     """
     GATED: gl.constexpr = ACTIVATION == "swiglu"
-    PAIRS: gl.constexpr = BLOCK_N // 16  # of 8 rows of the gate and 8 of the up projection
     COLUMNS: gl.constexpr = ROWS * DIGITS
-    if GATED:
-        ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, PAIRS, 2, 8, BLOCK_K], w_desc.layout)
-    else:
-        ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, BLOCK_K], x_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
@@ -77,19 +73,16 @@ def _ring_kernel(
     hopper.fence_async_shared()
     for s in gl.static_range(STAGES):
         mbarrier.expect(bars.index(s), BYTES, pred=s < tiles)
-        _load_weights(w_desc, row, begin + s * BLOCK_K, bars.index(s), ring, s, GATED, s < tiles)
+        load_weights(w_desc, row, begin + s * BLOCK_K, bars.index(s), ring, s, GATED, s < tiles)
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[warps, 1],
         instr_shape=[16, COLUMNS, 256 // w_desc.dtype.primitive_bitwidth],
     )
-    i = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
     if scales_ptr is not None:
-        scales = gl.load(scales_ptr + n, mask=i < N, other=0.0)
-    if BIAS:
-        bias = gl.load(bias_ptr + n, mask=(i < N) & (part == 0), other=0.0).to(gl.float32)
+        scales = load_of_rows(scales_ptr, row, N, BLOCK_N, GATED, layout, True)
+    bias = load_of_rows(bias_ptr, row, N, BLOCK_N, GATED, layout, part == 0) if BIAS else None
     if DEPENDENT:
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
@@ -115,7 +108,7 @@ def _ring_kernel(
             more = (tile > 0) & (ahead < tiles)
             bar = bars.index(free)
             mbarrier.expect(bar, BYTES, pred=more)
-            _load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
+            load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
             async_load(x_desc, [first * DIGITS, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
         stage += 1
         wraps = stage == STAGES
@@ -123,8 +116,33 @@ def _ring_kernel(
         phase = gl.where(wraps, phase ^ 1, phase)
     y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     if scales_ptr is not None:
-        y = _scaled(y, scales, x_scales_ptr, first, M, DIGITS, w_desc.dtype)
-    if BIAS:
+        y = y.to(gl.float32) * scales[:, None]
+        y = scaled(y, x_scales_ptr, first, M, DIGITS, w_desc.dtype)
+    finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION, layout)
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(s))
+
+
+@gluon.jit
+def load_of_rows(
+    pointer, row, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr, layout: gl.constexpr, is_wanted
+):
+    """Load one value for each of a tile's weight rows, ``[BLOCK_N]``, in fp32; 0 if it is not wanted."""
+    i = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    n = i // 16 * 8 + i % 8 + i // 8 % 2 * (N // 2) if GATED else i
+    return gl.load(pointer + n, mask=(i < N) & is_wanted, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION: gl.constexpr, layout: gl.constexpr):
+    """Add the bias to y ``[BLOCK_N, ROWS]`` fp32, apply the activation, and store the result.
+
+    bias: ``[BLOCK_N]``, or None. first, row: the first row of x, and of the weight. layout: that of sums.
+    """
+    GATED: gl.constexpr = ACTIVATION == "swiglu"
+    PAIRS: gl.constexpr = y.shape[0] // 16  # of 8 rows of the gate and 8 of the up projection
+    ROWS: gl.constexpr = y.shape[1]
+    if bias is not None:
         y += gl.convert_layout(bias, gl.SliceLayout(1, y.type.layout))[:, None]
     if ACTIVATION == "gelu":
         y = y / (1.0 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
@@ -132,7 +150,7 @@ def _ring_kernel(
         gate, up = gl.split(gl.permute(gl.reshape(y, (PAIRS, 2, 8, ROWS)), (0, 2, 3, 1)))
         y = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (PAIRS * 8, ROWS))
     stored: gl.constexpr = (
-        gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1]) if GATED or DIGITS == 2 else layout
+        layout if y.type.layout == layout else gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
     )
     i = (row // 2 if GATED else row) + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, stored))
     m = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
@@ -140,15 +158,13 @@ def _ring_kernel(
     target = out_ptr + (part * M + m)[None, :].to(gl.int64) * width + i[:, None]
     y = gl.convert_layout(y.to(out_ptr.dtype.element_ty), stored)
     gl.store(target, y, mask=(i < width)[:, None] & (m < M)[None, :])
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(bars.index(s))
 
 
 @gluon.jit
-def _scaled(sums, scales, x_scales_ptr, first, M, DIGITS: gl.constexpr, dtype: gl.constexpr):
-    """Return sums of products of codes ``[BLOCK_N, ROWS x DIGITS]`` times their scales, ``[BLOCK_N, ROWS]``.
+def scaled(sums, x_scales_ptr, first, M, DIGITS: gl.constexpr, dtype: gl.constexpr):
+    """Return fp32 sums ``[BLOCK_N, ROWS x DIGITS]`` times the scales of x, added up to ``[BLOCK_N, ROWS]``.
 
-    scales: those of the weight rows. first: the first row of x. dtype: that of the codes.
+    first: the first row of x. dtype: that of its codes.
     """
     N: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
@@ -156,7 +172,7 @@ def _scaled(sums, scales, x_scales_ptr, first, M, DIGITS: gl.constexpr, dtype: g
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums.type.layout))
     m = first + c // DIGITS
     factor = gl.load(x_scales_ptr + m, mask=m < M, other=0.0) * gl.where(c % DIGITS == 0, 1.0, LOW)
-    y = sums.to(gl.float32) * scales[:, None] * factor[None, :]
+    y = sums * factor[None, :]
     return gl.sum(gl.reshape(y, (N, COLUMNS // 2, 2)), axis=2) if DIGITS == 2 else y
 
 
@@ -215,12 +231,21 @@ def stages_of(columns: int, programs: int, tiles: int, block_n: int = BLOCK_N, i
     columns: rows of x per program, or of their codes.
     itemsize: bytes of a weight, and of an element or code of x.
 
+    """
+    stage_bytes = itemsize * (block_n + columns) * BLOCK_K
+    return fitting_stages(stage_bytes, programs, tiles, 2 * MOST_STAGES // itemsize)
+
+
+def fitting_stages(stage_bytes: int, programs: int, tiles: int, most: int) -> int:
+    """Return the number of stages of a program that multiplies ``tiles`` tiles, at most ``most``.
+
+    stage_bytes: shared memory of a stage.
+
     A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
     in one.
     """
     shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
-    fitting = shared_bytes // (itemsize * (block_n + columns) * BLOCK_K)
-    return min(2 * MOST_STAGES // itemsize, tiles, max(2, fitting))
+    return min(most, tiles, max(2, shared_bytes // stage_bytes))
 
 
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
@@ -242,7 +267,7 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     padded = columns // digits
     row_blocks, blocks, tiles = cdiv(rows, padded), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
     stages = stages_of(columns, row_blocks * blocks * parts, tiles, block_n, weight.element_size())
-    weights = _described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
+    weights = described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
     _ring_kernel[(row_blocks, blocks, parts)](
         weights, described(x, columns), scales, x_scales, x if bias is None else bias, out, rows, n, tiles,
         ROWS=padded, DIGITS=digits, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
@@ -253,16 +278,16 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
 
 def described(tensor: Tensor, rows: int, columns: int = BLOCK_K) -> GluonDescriptor:
     """Return a TMA descriptor of tiles ``[rows, columns]`` of a contiguous matrix."""
-    return _descriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, columns])
+    return descriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], [rows, columns])
 
 
-def _described_pairs(weight: Tensor, rows: int) -> GluonDescriptor:
-    """Return a TMA descriptor of tiles ``[rows, BLOCK_K]``: in turn 8 rows of each half of ``weight``."""
+def described_pairs(weight: Tensor, rows: int, columns: int = BLOCK_K) -> GluonDescriptor:
+    """Return a TMA descriptor of tiles ``[rows, columns]``: in turn 8 rows of each half of ``weight``."""
     n, k = weight.shape
-    return _descriptor(weight, [n // 16, 2, 8, k], [8 * k, n // 2 * k, k, 1], [rows // 16, 2, 8, BLOCK_K])
+    return descriptor(weight, [n // 16, 2, 8, k], [8 * k, n // 2 * k, k, 1], [rows // 16, 2, 8, columns])
 
 
-def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> GluonDescriptor:
+def descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> GluonDescriptor:
     return GluonDescriptor(tensor, shape, strides, block, _layout(tuple(block), tensor.dtype))
 
 

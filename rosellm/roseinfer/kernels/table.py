@@ -22,6 +22,7 @@ from rosellm.roseinfer.kernels import (
     few_rows,
     filtered,
     filtered_head,
+    grouped_ring,
     head,
     likely,
     linear,
@@ -56,7 +57,7 @@ LAYERS = (
     quantize,
     rotary,
 )
-RINGS = ring, ring_attention
+RINGS = ring, grouped_ring, ring_attention
 DRAFTS = speculation, verify_attention
 OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
 ROLES = {name: role for source in (*LAYERS, *RINGS, *DRAFTS, *OTHERS) for name, role in source.ROLES.items()}

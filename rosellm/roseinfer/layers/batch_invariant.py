@@ -35,7 +35,7 @@ from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers
-from rosellm.roseinfer.layers.products import SomeRowsProducts
+from rosellm.roseinfer.layers.products import Parts, SomeRowsProducts, whole_blocks
 
 ALIGNMENT = BLOCK_M  # tokens; prompt chunks and cached prefixes end at multiples of it
 DECODE = Variant(tile=32, warps=1)
@@ -160,9 +160,16 @@ def invariant_chooser(model: Transformer, kernels: Kernels, counts: Tensor) -> C
 def invariant_layers(
     model: Transformer, kernels: Kernels
 ) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
-    """Return two functions, each from a number of rows to the layers: for decode steps, and for prefills."""
-    decode, prefill = (
-        FusedLayers(model, SomeRowsProducts(model, kernels, parts), kernels)
-        for parts in (decode_parts, whole)
-    )
+    """Return two functions, each from a number of rows to the layers: for decode steps, and for prefills.
+
+    The GEMMs read codes of 8 bits; weights of 4 bits are dequantised first.
+    """
+
+    def layers(parts: Parts) -> Layers:
+        products = SomeRowsProducts(model, kernels, parts)
+        if model.quantization == "int4":
+            products.blocks = whole_blocks(model, kernels.dequantize)
+        return FusedLayers(model, products, kernels)
+
+    decode, prefill = layers(decode_parts), layers(whole)
     return lambda rows: decode, lambda rows: prefill

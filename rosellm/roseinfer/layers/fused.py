@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
-from rosellm.models.quantized import RowFormat
+from rosellm.models.quantized import ROW_FORMS, RowFormat
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
@@ -168,22 +168,26 @@ class FastestLayers:
 
 
 def quantized_layers(
-    model: Transformer, kernels: Kernels, qkv_parts: Parts | None
+    model: Transformer, kernels: Kernels, qkv_parts: Parts | None, dequantized: Layers
 ) -> Callable[[int], Layers]:
     """Return a function from a number of rows to the layers of a quantised model, on a GPU with a ring.
 
     Up to ``FINE_ROWS`` rows, activations have two digits: there, reading the weights takes longer than the
     second GEMM. With more rows, they have one.
+
+    dequantized: layers with weights of 16 bits, which are faster for many rows if codes have 4 bits.
     """
     form = cast(str, model.quantization)
 
     def layers(digits: int, library: Collection[str] = ()) -> Layers:
-        products = QuantizedProducts(model, kernels, RowFormat(form, digits), library, qkv_parts)
+        products = QuantizedProducts(model, kernels, RowFormat(ROW_FORMS[form], digits), library, qkv_parts)
         return FusedLayers(model, products, kernels)
 
     fine, coarse = layers(2), layers(1)
     has_library = form == "fp8" and can_scale(model.dtype)
     wide, widest = (layers(1, ("up",)), layers(1, ALL)) if has_library else (coarse, coarse)
+    if form == "int4":
+        widest = dequantized
     most = (FINE_ROWS, fine), (128, coarse), (256, wide)
     return lambda rows: next((it for limit, it in most if rows <= limit), widest)
 
@@ -212,8 +216,10 @@ def build_layers(
     if model.quantization is not None:
         if with_ring:
             parts = quantized_parts_of if adds_up else None
-            return quantized_layers(model, kernels, parts), quantized_layers(model, kernels, None)
-        return (lambda rows: few if rows <= FEW_ROWS else library,) * 2
+            layers = partial(quantized_layers, model, kernels, dequantized=library)
+            return layers(qkv_parts=parts), layers(qkv_parts=None)
+        few_rows = 0 if model.quantization == "int4" else FEW_ROWS
+        return (lambda rows: few if rows <= few_rows else library,) * 2
 
     def fastest(qkv_parts: Parts | None) -> FastestLayers:
         some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)

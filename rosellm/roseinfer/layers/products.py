@@ -283,8 +283,8 @@ class SomeRowsProducts(PlainProducts):
 
     def qkv(self, layer: int, x: Any) -> Tensor:
         p = self.blocks[layer].qkv
-        parts = self.qkv_parts_of(len(x), *p.weight.shape)
-        return self.linear(x=x, weight=p.weight, bias=p.bias, parts=parts)
+        parts = self.qkv_parts_of(len(x), *(weight := p.weight).shape)
+        return self.linear(x=x, weight=weight, bias=p.bias, parts=parts)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         return self._in_parts(x, self.blocks[layer].out.weight)

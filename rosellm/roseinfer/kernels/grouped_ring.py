@@ -1,0 +1,196 @@
+"""The GEMM of :mod:`ring` for weights of 4 bits, with one scale for each row and ``GROUP`` inputs.
+
+Codes are unpacked in registers, which ``wgmma`` reads as its first operand: two codes to a byte lie so that
+no value moves between threads (``quantized.packed``). The sums of each group are multiplied by their scale,
+which the ring brings with the codes, and added up in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rosellm.models.quantized import GROUP, GroupedWeight, QuantizedRows
+from rosellm.roseinfer.kernels.dependent_launch import launch_options
+from rosellm.roseinfer.kernels.ring import (
+    MOST_COLUMNS,
+    MOST_STAGES,
+    async_load,
+    described,
+    described_pairs,
+    descriptor,
+    finish,
+    fitting_stages,
+    griddepcontrol,
+    load_of_rows,
+    load_weights,
+    mbarrier,
+    scaled,
+)
+from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
+
+ROLES = {"_grouped_ring_kernel": "GEMM"}
+
+
+@gluon.constexpr_function
+def _bytes_layout(rows, warps):
+    """Return the layout of a group's bytes ``[rows, 64]``: 16 consecutive ones of each row per thread."""
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    blocks = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    split = warps.bit_length() - 1
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], *blocks[split:]]
+    return gl.DistributedLinearLayout(registers, lanes, blocks[:split], [], [rows, 64])
+
+
+@gluon.jit
+def _unpacked(bytes, layout: gl.constexpr):
+    """Return 16 times the codes ``[BLOCK_N, 128]`` int8 of bytes ``[BLOCK_N, 64]``, as ``wgmma`` reads them."""
+    ROWS: gl.constexpr = bytes.shape[0]
+    low, high = gl.inline_asm_elementwise(
+        "and.b32 $1, $2, 0xF0F0F0F0; shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0;",
+        "=&r,=&r,r", [bytes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+    codes = gl.reshape(gl.join(low, high), (ROWS, 4, 4, 4, 2))  # c, w, i, h of ``quantized.packed``
+    codes = gl.reshape(gl.permute(codes, (0, 2, 4, 1, 3)), (ROWS, 128))
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
+
+
+@gluon.jit(do_not_specialize=["M", "tiles"])
+def _grouped_ring_kernel(
+    w_desc, scales_desc, x_desc, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
+    ROWS: gl.constexpr, DIGITS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, REFILL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of GROUPS groups.
+
+    Arguments as in ``ring._ring_kernel``.
+    """
+    GATED: gl.constexpr = ACTIVATION == "swiglu"
+    COLUMNS: gl.constexpr = ROWS * DIGITS
+    WIDTH: gl.constexpr = 64 * GROUPS  # bytes of a row of a tile
+    BYTES: gl.constexpr = w_desc.block_type.nbytes + scales_desc.block_type.nbytes + x_desc.block_type.nbytes
+    ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 2 * WIDTH], x_desc.layout)
+    scales_ring = gl.allocate_shared_memory(
+        scales_desc.dtype, [STAGES] + scales_desc.block_type.shape, scales_desc.layout
+    )
+    group_scales = scales_ring._reinterpret(  # noqa: SLF001
+        scales_desc.dtype, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    first, row, part = gl.program_id(0) * ROWS, gl.program_id(1) * BLOCK_N, gl.program_id(2)
+    begin = part * tiles
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
+    hopper.fence_async_shared()
+    for s in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(s), BYTES, pred=s < tiles)
+        load_weights(w_desc, row, (begin + s) * WIDTH, bars.index(s), ring, s, GATED, s < tiles)
+        _load_scales(scales_desc, row, (begin + s) * GROUPS, bars.index(s), scales_ring, s, GATED, s < tiles)
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, COLUMNS, 32]
+    )
+    bias = load_of_rows(bias_ptr, row, N, BLOCK_N, GATED, layout, part == 0) if BIAS else None
+    if DEPENDENT:
+        griddepcontrol("wait")
+        griddepcontrol("launch_dependents")
+    for s in gl.static_range(STAGES):
+        place = [first * DIGITS, (begin + s) * 2 * WIDTH]
+        async_load(x_desc, place, bars.index(s), x_ring.index(s), pred=s < tiles)
+    y = gl.zeros((BLOCK_N, COLUMNS), gl.float32, layout)
+    nothing = gl.zeros((BLOCK_N, COLUMNS), gl.int32, layout)
+    stage = 0
+    phase = 0
+    for tile in range(tiles):
+        mbarrier.wait(bars.index(stage), phase)
+        w_tile = ring.index(stage)
+        if GATED:
+            w_tile = w_tile.reshape((BLOCK_N, WIDTH))
+        sums = ()
+        for g in gl.static_range(GROUPS):
+            codes = _unpacked(w_tile.slice(64 * g, 64, 1).load(_bytes_layout(BLOCK_N, warps)), layout)
+            x_codes = x_ring.index(stage).slice(128 * g, 128, 1).permute((1, 0))
+            sums += (hopper.warpgroup_mma(codes, x_codes, nothing, use_acc=False, is_async=True),)
+        if REFILL:  # the previous products have ended, so that their stage is free
+            ahead = tile - 1 + STAGES
+            free = gl.where(stage == 0, STAGES - 1, stage - 1)
+            more = (tile > 0) & (ahead < tiles)
+            bar = bars.index(free)
+            mbarrier.expect(bar, BYTES, pred=more)
+            load_weights(w_desc, row, (begin + ahead) * WIDTH, bar, ring, free, GATED, more)
+            _load_scales(scales_desc, row, (begin + ahead) * GROUPS, bar, scales_ring, free, GATED, more)
+            place = [first * DIGITS, (begin + ahead) * 2 * WIDTH]
+            async_load(x_desc, place, bar, x_ring.index(free), pred=more)
+        for g in gl.static_range(GROUPS):
+            scales = group_scales.index(stage * GROUPS + g).load(gl.SliceLayout(1, layout))
+            done = hopper.warpgroup_mma_wait(num_outstanding=GROUPS - 1 - g, deps=(sums[g],))
+            y += done.to(gl.float32) * scales.to(gl.float32)[:, None]
+        stage += 1
+        wraps = stage == STAGES
+        stage = gl.where(wraps, 0, stage)
+        phase = gl.where(wraps, phase ^ 1, phase)
+    y = scaled(y * 0.0625, x_scales_ptr, first, M, DIGITS, gl.int8)  # codes were times 16
+    finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION, layout)
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(s))
+
+
+@gluon.jit
+def _load_scales(scales_desc, row, group, bar, scales_ring, stage, GATED: gl.constexpr, pred):
+    """Start to copy the scales of one stage's weights."""
+    if GATED:
+        async_load(scales_desc, [group, row // 16, 0, 0], bar, scales_ring.index(stage), pred=pred)
+    else:
+        async_load(scales_desc, [group, row], bar, scales_ring.index(stage), pred=pred)
+
+
+def groups_of(columns: int) -> int:
+    """Return the number of groups per stage; with many columns of codes of x, the sums of two would spill."""
+    return 2 if columns < 64 else 1
+
+
+def block_n_of(columns: int) -> int:
+    """Return the number of weight rows per program, which all read the same codes of x."""
+    return 128 if columns > 64 else 64
+
+
+def grouped_ring_linear(
+    *, x: QuantizedRows, weight: GroupedWeight, bias=None, activation: str = "none", parts=1,
+    dependent: int = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
+
+    x: ``[M, K]``, in codes of "int8".
+    weight: ``[N, K]``, with 16-bit scales; N must be a multiple of 16.
+    dependent: the launch mode, as in ``launch_options``.
+    """
+    (rows, k), n, codes = x.shape, len(weight), x.codes.flatten(0, 1)
+    width = n // 2 if activation == "swiglu" else n
+    size, kind = ((rows, width), x.dtype) if parts == 1 else ((parts, rows, n), torch.float32)
+    out = torch.empty(*size, dtype=kind, device=codes.device)
+    columns = min(MOST_COLUMNS, max(8, x.digits * next_power_of_2(rows)))
+    padded, groups, block_n = columns // x.digits, groups_of(columns), block_n_of(columns)
+    row_blocks, blocks = cdiv(rows, padded), cdiv(n, block_n)
+    tiles = cdiv(cdiv(k, GROUP * groups), parts)
+    stage_bytes = groups * (GROUP // 2 * block_n + GROUP * columns + 2 * block_n)
+    stages = fitting_stages(stage_bytes, row_blocks * blocks * parts, tiles, 2 * MOST_STAGES)
+    gated = activation == "swiglu"
+    weights = (described_pairs if gated else described)(weight.codes, block_n, GROUP // 2 * groups)
+    scales = _described_scales(weight.scales, groups, block_n, gated)
+    _grouped_ring_kernel[(row_blocks, blocks, parts)](
+        weights, scales, described(codes, columns, GROUP * groups), x.scales, codes if bias is None else bias,
+        out, rows, n, tiles, ROWS=padded, DIGITS=x.digits, BLOCK_N=block_n, GROUPS=groups, STAGES=stages,
+        BIAS=bias is not None, ACTIVATION=activation, REFILL=tiles > stages, num_warps=block_n // 16,
+        **launch_options(dependent),
+    )  # fmt: skip
+    return out
+
+
+def _described_scales(scales: Tensor, groups: int, rows: int, gated: bool) -> GluonDescriptor:
+    """Return a TMA descriptor of tiles ``[groups, rows]`` of scales, in the order of the weight's rows."""
+    k, n = scales.shape
+    if not gated:
+        return described(scales, groups, rows)
+    return descriptor(scales, [k, n // 16, 2, 8], [n, 8, n // 2, 1], [groups, rows // 16, 2, 8])
