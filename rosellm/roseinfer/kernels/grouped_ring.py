@@ -16,6 +16,7 @@ from rosellm.roseinfer.kernels.ring import (
     MOST_COLUMNS,
     MOST_STAGES,
     async_load,
+    block_n_of,
     described,
     described_pairs,
     descriptor,
@@ -44,7 +45,7 @@ def _bytes_layout(rows, warps):
 
 @gluon.jit
 def _unpacked(bytes, layout: gl.constexpr):
-    """Return 16 times the codes ``[BLOCK_N, 128]`` int8 of bytes ``[BLOCK_N, 64]``, as ``wgmma`` reads them."""
+    """Return 16 times the codes, ``[BLOCK_N, 128]`` int8, of bytes ``[BLOCK_N, 64]``, for ``wgmma``."""
     ROWS: gl.constexpr = bytes.shape[0]
     low, high = gl.inline_asm_elementwise(
         "and.b32 $1, $2, 0xF0F0F0F0; shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0;",
@@ -151,11 +152,6 @@ def groups_of(columns: int) -> int:
     return 2 if columns < 64 else 1
 
 
-def block_n_of(columns: int) -> int:
-    """Return the number of weight rows per program, which all read the same codes of x."""
-    return 128 if columns > 64 else 64
-
-
 def grouped_ring_linear(
     *, x: QuantizedRows, weight: GroupedWeight, bias=None, activation: str = "none", parts=1,
     dependent: int = False,
@@ -171,7 +167,7 @@ def grouped_ring_linear(
     size, kind = ((rows, width), x.dtype) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(*size, dtype=kind, device=codes.device)
     columns = min(MOST_COLUMNS, max(8, x.digits * next_power_of_2(rows)))
-    padded, groups, block_n = columns // x.digits, groups_of(columns), block_n_of(columns)
+    padded, groups, block_n = columns // x.digits, groups_of(columns), block_n_of(columns // 2, n, parts)
     row_blocks, blocks = cdiv(rows, padded), cdiv(n, block_n)
     tiles = cdiv(cdiv(k, GROUP * groups), parts)
     stage_bytes = groups * (GROUP // 2 * block_n + GROUP * columns + 2 * block_n)
