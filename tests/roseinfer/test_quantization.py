@@ -1,4 +1,4 @@
-"""Weights, keys and values of 8 bits: the same tokens in every kind of step; what cannot be is refused."""
+"""Quantised weights, keys and values: the same tokens in every kind of step; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, rounded_heads
+from rosellm.models.quantized import CODES, WEIGHT_FORMS, rounded_heads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_prompts
@@ -32,7 +32,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("form", WEIGHT_FORMS)
 @pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
 def test_every_step_gives_the_tokens_of_the_dequantised_model(model, form, device):
     plain, tokenizer = load_parts(model, device, "float32")
@@ -93,7 +93,7 @@ def test_quantised_keys_and_values_take_one_byte_and_a_scale_per_head(form, monk
     assert taken <= limit < taken + taken / engine.num_kv_blocks
 
 
-@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("form", WEIGHT_FORMS)
 def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
     device, sizes = torch.device("cpu"), {"n_layers": 1, "vocab_size": 640, "n_positions": 64, "d_model": 256}
     sizes |= {"n_heads": 4, "n_kv_heads": 4, "head_dim": 64, "d_ff": 512}
@@ -103,14 +103,17 @@ def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
         model = dummy_model("small", device, torch.bfloat16, quantization=form)
         for part, shape in model.config.shapes.items():
             weight, whole = getattr(model.blocks[0], part).weight, getattr(plain.blocks[0], part).weight
-            assert weight.codes.shape == shape and weight.codes.dtype == CODES[form]
-            assert (weight.dequantized() - whole.float()).abs().max() < 0.04 * whole.abs().max()
+            n_bytes = weight.codes.nbytes + weight.scales.nbytes
+            assert weight.shape == shape and weight.form == form
+            assert n_bytes == (whole.numel() * 0.515625 if form == "int4" else whole.numel() + 4 * len(whole))
+            most = 0.08 if form == "int4" else 0.04
+            assert (weight.dequantized() - whole.float()).abs().max() < most * whole.abs().max()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"quantization": "int3"}, OptionError, "quantization 'int3' is unknown; use 'fp8', 'int8'"),
+        ({"quantization": "int3"}, OptionError, "quantization 'int3' is unknown; use 'fp8', 'int8', 'int4'"),
         ({"quantization": 8}, OptionError, "quantization 8 is unknown"),
         ({"quantization": "int8", "rung": "one_pass"}, RoseError, "exhibits read weights of 16 or 32 bits"),
         ({"quantization": "int8", "tune": True}, OptionError, "cannot be tuned"),
@@ -130,18 +133,21 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(options, error, words):
         LLM("rose-tiny", device="cpu", **options)
 
 
-def test_sizes_that_are_no_multiple_of_16_and_an_old_gpu_are_refused(monkeypatch):
+def test_sizes_that_do_not_fit_the_format_and_an_old_gpu_are_refused(monkeypatch):
     narrow = replace(KNOWN_SHAPES["gpt2"], d_ff=100, n_layers=1)
     monkeypatch.setitem(KNOWN_SHAPES, "narrow", narrow)
     with pytest.raises(OptionError, match="multiples of 16; 'up' of this model is 100 x 768"):
         load_parts("narrow", "cpu", load_format="dummy", quantization="int8")
+    monkeypatch.setitem(KNOWN_SHAPES, "narrow", replace(narrow, d_ff=208))
+    with pytest.raises(OptionError, match="needs inputs in groups of 128; 'down' of this model is 768 x 208"):
+        load_parts("narrow", "cpu", load_format="dummy", quantization="int4")
     monkeypatch.setattr("rosellm.models.loading.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(DeviceError, match="'fp8' needs a GPU of compute capability 8.9"):
         load_parts("gpt2", load_format="dummy", quantization="fp8")
 
 
-@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize("form", WEIGHT_FORMS)
 def test_weights_are_refused_that_the_models_dtype_cannot_hold_and_tiny_ones_are_not(form, tmp_path):
     model, tokenizer = load_parts("rose-tiny", "cpu", "float32")
     model.blocks[0].out.weight.data[3] = 0

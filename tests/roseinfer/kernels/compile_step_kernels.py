@@ -25,6 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import ROW_FORMS
 from rosellm.roseinfer import assembly
 from rosellm.roseinfer.kernels import attention, linear, prefill, ring
 from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
@@ -40,7 +41,7 @@ from tests.roseinfer.steps.fake_graphs import FakeGraphs
 RUN, MAKE_CUBIN = JITFunction.run, CUDABackend.make_cubin
 H200, ADA, ASSEMBLED = 90, 89, (80, 100)
 ROWS = {H200: (1, 8, 64), ADA: (8, 256)}  # of many, tiles take the most shared memory
-QUANTIZED = {H200: ("fp8", "int8"), ADA: ("fp8",)}
+QUANTIZED = {H200: ("fp8", "int8", "int4"), ADA: ("fp8",)}
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
 MODERN = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "d_ff": 3072}
 MODELS = {
@@ -60,8 +61,8 @@ def launch_all(
 ) -> None:
     """The kernels of prefills in whole and in pieces, and of decode steps of those numbers of rows.
 
-    Decode steps also verify drafts, from the text and of a draft model. form: the format of weights, keys and
-    values.
+    Decode steps also verify drafts, from the text and of a draft model. form: the format of weights; keys and
+    values have that of their activations.
     """
     config = small_config(n_layers=2, vocab_size=50257, n_positions=4096, **shape)
     model = Transformer.allocate(config, CPU, dtype, quantization=form)
@@ -69,7 +70,7 @@ def launch_all(
         "max_batch_size": max(rows),
         "num_kv_blocks": 4,
         "block_size": 64,
-        "kv_cache_dtype": form or "auto",
+        "kv_cache_dtype": ROW_FORMS[form] if form else "auto",
     }
     drafted = replace(LADDER["speculative"], speculation="draft")
     for recipe, draft in (BEST_RUNG, None), ("speculative", None), (drafted, model):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import CODES, FINER, LARGEST, QuantizedRows, RowFormat
+from rosellm.models.quantized import CODES, FINER, LARGEST, QuantizedRows, RowFormat, packed, unpacked
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
 from tests.helpers import INTERPRETED, ON_GPU
 from tests.roseinfer.kernels import kernel_checks as check
@@ -32,6 +34,32 @@ def assert_quantised(rows: QuantizedRows, exact: Tensor, form: RowFormat) -> Non
     finer = FINER[dtype] ** (1 - form.digits)
     most = 0.51 * scales if form.name == "int8" else exact.abs() / 15.9 + scales / 1000
     assert ((rows.dequantized().double() - exact).abs() <= 1.01 * most * finer + 2e-7 * exact.abs()).all()
+
+
+@check.every_twin
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_of_4_bits_is_nearest_among_the_codes_times_the_scale_of_its_group(dtype, kernels, device):
+    weight = check.normals()(37, 384) * torch.logspace(-3, 3, 37)[:, None]
+    weight[3, 128:256] = 0
+    held = check.quantized(weight.to(device, dtype), "int4")
+    groups = weight.to(dtype).double().unflatten(1, (3, 128))
+    scales = (groups.abs().amax(2, keepdim=True) / 7).clamp_min(torch.finfo(dtype).tiny)
+    assert held.shape == weight.shape and held.scales.dtype == dtype
+    assert torch.allclose(held.scales.cpu().double().t()[..., None], scales, rtol=1e-3)
+    found = kernels.dequantize(weight=held, dtype=torch.float32).cpu()
+    assert torch.equal(found, held.dequantized().cpu())
+    assert ((found.double().unflatten(1, (3, 128)) - groups).abs() <= 0.51 * scales).all()
+
+
+def test_two_codes_are_in_a_byte_in_the_order_that_tensor_cores_read():
+    codes = torch.arange(256).view(2, 128).remainder(16).sub(8).to(torch.int8)
+    codes[1] = codes[1].flip(0)
+    bytes_of_rows = packed(codes).tolist()
+    for row, own in zip(codes.tolist(), bytes_of_rows, strict=True):
+        for w, c, i in product(range(4), repeat=3):
+            low, high = row[32 * w + 4 * c + i], row[32 * w + 16 + 4 * c + i]
+            assert own[16 * c + 4 * w + i] == low % 16 + high % 16 * 16
+    assert torch.equal(unpacked(packed(codes)), codes)
 
 
 @check.every_twin

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from rosellm.models.quantized import QuantizedRows, RowFormat, full
+from rosellm.models.quantized import ROW_FORMS, QuantizedRows, RowFormat, full
 from rosellm.roseinfer.kernels import ring
+from rosellm.roseinfer.kernels.grouped_ring import grouped_ring_linear
 from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import HOPPER, TOLERANCE, assert_near, quantized
@@ -19,27 +20,29 @@ ACTIVATIONS = "none", "gelu", "swiglu"
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs wgmma, which Hopper GPUs have")
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(seed):
     draw, dtype = random.Random(seed), (torch.bfloat16, torch.float16)[seed % 2]
     torch.manual_seed(seed)
-    form = (None, "fp8", "int8")[seed % 3]
+    form = (None, "fp8", "int8", "int4")[seed // 2 % 4]
     rows = draw.randint(1, ring.MOST_ROWS if form is None else 300)
-    k = (8 if form is None else 16) * draw.randint(1, 500)
+    k = 128 * draw.randint(1, 63) if form == "int4" else (8 if form is None else 16) * draw.randint(1, 500)
     parts = draw.choice((1, 1, 2, 3, 4, 8))
     activation = "none" if parts > 1 else draw.choice(ACTIVATIONS)
     most = draw.choice((300, 5000, 30_000))  # less than a program per multiprocessor, up to several
-    n = 16 * draw.randint(1, most // 16) if activation == "swiglu" else draw.randint(1, most)
+    in_16s = activation == "swiglu" or form == "int4"
+    n = 16 * draw.randint(1, most // 16) if in_16s else draw.randint(1, most)
     x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
     x, weight = x.to(dtype), (weight / k**0.5).to(dtype)
     if form is not None:
         digits = draw.choice((1, 2))
-        x, weight = QuantizedRows.of(x, RowFormat(form, digits)), quantized(weight, form)
+        x, weight = QuantizedRows.of(x, RowFormat(ROW_FORMS[form], digits)), quantized(weight, form)
     given = {"x": x, "weight": weight, "activation": activation, "parts": parts}
     given["bias"] = bias.to(dtype) if draw.random() < 0.5 else None
     poison = torch.full((parts * rows * n,), float("nan"), device="cuda", dtype=dtype if parts == 1 else None)
     del poison
-    found = ring.ring_linear(**given, dependent=draw.random() < 0.5)
+    gemm = grouped_ring_linear if form == "int4" else ring.ring_linear
+    found = gemm(**given, dependent=draw.random() < 0.5)
     assert_sums_are(found, given, 1e-2 if form == "fp8" else None)
 
 
