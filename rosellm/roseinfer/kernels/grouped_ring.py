@@ -43,6 +43,17 @@ def _bytes_layout(rows, warps):
     return gl.DistributedLinearLayout(registers, lanes, blocks[:split], [], [rows, 64])
 
 
+@gluon.constexpr_function
+def _scales_layout(rows, warps):
+    """Return the layout of a group's scales ``[1, rows]``: per thread those of the rows that it adds up."""
+    of_rows = _bytes_layout(rows, warps)
+    registers, lanes, blocks = (
+        [[0, row] for row, _ in bases]
+        for bases in (of_rows.reg_bases, of_rows.lane_bases, of_rows.warp_bases)
+    )
+    return gl.DistributedLinearLayout([it for it in registers if it[1]], lanes, blocks, [], [1, rows])
+
+
 @gluon.jit
 def _unpacked(bytes, layout: gl.constexpr):
     """Return 16 times the codes, ``[BLOCK_N, 128]`` int8, of bytes ``[BLOCK_N, 64]``, for ``wgmma``."""
@@ -76,9 +87,6 @@ def _grouped_ring_kernel(
     scales_ring = gl.allocate_shared_memory(
         scales_desc.dtype, [STAGES] + scales_desc.block_type.shape, scales_desc.layout
     )
-    group_scales = scales_ring._reinterpret(  # noqa: SLF001
-        scales_desc.dtype, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     first, row, part = gl.program_id(0) * ROWS, gl.program_id(1) * BLOCK_N, gl.program_id(2)
     begin = part * tiles
@@ -106,10 +114,11 @@ def _grouped_ring_kernel(
     phase = 0
     for tile in range(tiles):
         mbarrier.wait(bars.index(stage), phase)
-        w_tile = ring.index(stage)
+        w_tile, scales_tile = ring.index(stage), scales_ring.index(stage)
         if GATED:
             w_tile = w_tile.reshape((BLOCK_N, WIDTH))
-        sums = ()
+            scales_tile = scales_tile.reshape((GROUPS, BLOCK_N))
+        sums: gl.tuple = ()
         for g in gl.static_range(GROUPS):
             codes = _unpacked(w_tile.slice(64 * g, 64, 1).load(_bytes_layout(BLOCK_N, warps)), layout)
             x_codes = x_ring.index(stage).slice(128 * g, 128, 1).permute((1, 0))
@@ -125,7 +134,8 @@ def _grouped_ring_kernel(
             place = [first * DIGITS, (begin + ahead) * 2 * WIDTH]
             async_load(x_desc, place, bar, x_ring.index(free), pred=more)
         for g in gl.static_range(GROUPS):
-            scales = group_scales.index(stage * GROUPS + g).load(gl.SliceLayout(1, layout))
+            scales = gl.reshape(scales_tile.slice(g, 1, 0).load(_scales_layout(BLOCK_N, warps)), (BLOCK_N,))
+            scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
             done = hopper.warpgroup_mma_wait(num_outstanding=GROUPS - 1 - g, deps=(sums[g],))
             y += done.to(gl.float32) * scales.to(gl.float32)[:, None]
         stage += 1
