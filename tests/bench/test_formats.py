@@ -26,14 +26,14 @@ def test_the_record_has_speed_size_and_quality_of_every_format(tmp_path, capsys)
     assert sizes[PLAIN]["projections"] == 4 * codes
     assert sizes[PLAIN]["projections"] + sizes[PLAIN]["others"] == 4 * model.config.n_parameters
     quality = found["quality"]["formats"]
-    for form in ("fp8", "int8"):
-        assert codes < sizes[form]["projections"] < 1.03 * codes
+    for form, size, kl in (("fp8", 1, 0.1), ("int8", 1, 0.1), ("int4", 0.53125, 0.5)):
+        assert size * codes <= sizes[form]["projections"] < 1.03 * size * codes
         assert sizes[form]["others"] == sizes[PLAIN]["others"]
-        assert 0 < quality[form]["kl"] < 0.1
-        assert abs(quality[form]["perplexity"] / quality[PLAIN]["perplexity"] - 1) < 0.05
+        assert 0 < quality[form]["kl"] < kl
+        assert abs(quality[form]["perplexity"] / quality[PLAIN]["perplexity"] - 1) < kl / 2
         one, two = (quality[f"{form}, activations of {n}"]["kl"] for n in ("1 digit", "2 digits"))
         assert 0.98 * quality[form]["kl"] < two < one
-    assert quality[PLAIN]["kl"] == 0 and quality["int8"]["kl"] < quality["fp8"]["kl"]
+    assert quality[PLAIN]["kl"] == 0 and quality["int8"]["kl"] < quality["fp8"]["kl"] < quality["int4"]["kl"]
     assert 0 < quality["kv-int8"]["kl"] < quality["kv-fp8"]["kl"] < quality["int8+kv-int8"]["kl"] + 0.01
     assert "KL divergence" in capsys.readouterr().out
 
@@ -68,7 +68,10 @@ def test_an_unknown_format_and_two_of_a_kind_are_one_line(capsys):
         assert main([*CPU, "--formats", name]) == 2
         assert f"--formats: {name!r} names two formats of the same kind" in capsys.readouterr().err
     assert main([*CPU, "--formats", "none", "fp8+kv-int3"]) == 2
-    assert "--formats: 'kv-int3' is unknown; use none, fp8, int8, kv-fp8, kv-int8" in capsys.readouterr().err
+    assert (
+        "--formats: 'kv-int3' is unknown; use none, fp8, int8, int4, kv-fp8, kv-int8"
+        in capsys.readouterr().err
+    )
 
 
 def test_random_weights_have_no_quality(capsys):

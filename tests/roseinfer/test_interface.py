@@ -135,7 +135,7 @@ def test_options_without_effect_are_accepted_at_their_neutral_value(checkpoint):
     ("options", "words"),
     [
         ({"trust_remote_code": True}, "trust_remote_code is True: code from checkpoints is never run"),
-        ({"quantization": "awq"}, "quantization 'awq' is unknown; use 'fp8', 'int8'"),
+        ({"quantization": "awq"}, "quantization 'awq' is unknown; use 'fp8', 'int8', 'int4'"),
         ({"max_num_sequences": 4}, "did you mean max_num_seqs"),
         ({"temperature": 0.5}, "LLM has no option 'temperature'"),
         ({"generation_config": "else"}, "generation_config is 'else'"),

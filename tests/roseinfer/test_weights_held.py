@@ -12,7 +12,7 @@ from torch import Tensor
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES
+from rosellm.models.quantized import WEIGHT_FORMS, bytes_per_weight
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from tests.helpers import TRITON_DEVICES
@@ -64,10 +64,11 @@ def test_an_engine_holds_the_weights_once(arch, rung, device):
 
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("form", CODES)
-def test_an_engine_with_quantised_weights_holds_one_byte_per_weight(form, device):
+@pytest.mark.parametrize("form", WEIGHT_FORMS)
+def test_an_engine_with_quantised_weights_holds_their_bytes_once(form, device):
     arch = SHAPES["qwen3"]
-    weights = 2 * arch.n_parameters - arch.n_layers * sum(n * k for n, k in arch.shapes.values())
+    saved = torch.float16.itemsize - bytes_per_weight(form, torch.float16)
+    weights = 2 * arch.n_parameters - saved * arch.n_layers * sum(n * k for n, k in arch.shapes.values())
     assert (
         weights <= beside_its_cache("split_kv", arch, torch.device(device), form) <= MOST * weights + BUFFERS
     )
