@@ -9,7 +9,7 @@ activations in the model's dtype or by codes of activations, and their sums by s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ FINER = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}  # a code of one digit di
 ROW_FORMS = {"fp8": "fp8", "int8": "int8", "int4": "int8"}  # of activations, by that of weights
 WEIGHT_FORMS = tuple(ROW_FORMS)
 GROUP = 128  # consecutive inputs that share a scale in "int4"
+ENDS = (-7.0, -7.5, -8.0, -8.5, -9.0, -9.5, -10.0)  # codes of a group's furthest element, before clipping
+SLICE = 1 << 20  # elements of a weight that are rounded to 4 bits at a time, in fp32
 MULTIPLE = 16  # of inputs and outputs
 QUANTIZATION = "quantise the weights of all layers to 8 or 4 bits"
 KV_DTYPE = "quantise keys and values to 8 bits"
@@ -62,7 +64,7 @@ class QuantizedWeight:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def split(self, sizes: list[int]) -> list[QuantizedWeight]:
+    def split(self, sizes: int | list[int]) -> list[QuantizedWeight]:
         """Return views of consecutive rows, as ``Tensor.split`` does."""
         pairs = zip(self.codes.split(sizes), self.scales.split(sizes), strict=True)
         return [QuantizedWeight(*pair) for pair in pairs]
@@ -96,23 +98,55 @@ class GroupedWeight(QuantizedWeight):
     def form(self) -> str:
         return "int4"
 
-    def split(self, sizes: list[int]) -> list[QuantizedWeight]:
+    def split(self, sizes: int | list[int]) -> list[QuantizedWeight]:
         pairs = zip(self.codes.split(sizes), self.scales.split(sizes, dim=1), strict=True)
         return [GroupedWeight(*pair) for pair in pairs]
 
     def copy_(self, weight: Tensor) -> QuantizedWeight:
-        """Quantise a weight ``[N, K]``; the largest weight of a group gets the code 7 or -7. Return self."""
-        wide = weight.to(self.codes.device, torch.float32)
-        groups = wide.unflatten(1, (-1, GROUP))
-        least = torch.finfo(self.scales.dtype).tiny
-        self.scales.copy_((groups.abs().amax(2).t() / 7).clamp_min(least))
-        codes = (groups / self.scales.t()[:, :, None].float()).round().clamp(-8, 7)
-        self.codes.copy_(packed(codes.flatten(1).to(torch.int8)))
+        """Quantise a weight ``[N, K]`` with scales of :func:`group_scales`, some rows at a time. Return self."""
+        n_rows = -(-SLICE // weight.shape[1])
+        for own, rows in zip(self.split(n_rows), weight.split(n_rows), strict=True):
+            groups = rows.to(self.codes.device, torch.float32).unflatten(1, (-1, GROUP))
+            scales = group_scales(groups, self.scales.dtype)
+            cast(GroupedWeight, own).store(codes_of_4_bits(groups, scales).flatten(1), scales[:, :, 0])
         return self
+
+    def store(self, codes: Tensor, scales: Tensor) -> None:
+        """Store codes ``[N, K]`` from -8 to 7 and scales ``[N, K / GROUP]``."""
+        self.codes.copy_(packed(codes.to(torch.int8)))
+        self.scales.copy_(scales.t())
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         groups = unpacked(self.codes).unflatten(1, (-1, GROUP))
         return (groups * self.scales.t()[:, :, None].float()).flatten(1).to(dtype)
+
+
+def group_scales(groups: Tensor, dtype: torch.dtype, importance: Tensor | float = 1.0) -> Tensor:
+    """Return the scales ``[N, K / GROUP, 1]`` fp32 with which groups are rounded to 4 bits with the least error.
+
+    groups: ``[N, K / GROUP, GROUP]`` fp32.
+    dtype: that of the weight's scales, to which they are rounded.
+    importance: factors of the squared errors, ``[K / GROUP, GROUP]``.
+
+    The element of a group that is furthest from 0 gets a negative code, of which there is one more, so scales
+    may be negative. It is one of ``ENDS`` before it is clipped to -8: finer steps can be worth its error.
+    """
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    furthest, tiny = torch.where(high > -low, high, low), torch.finfo(dtype).tiny
+    scales, least = torch.ones_like(furthest), torch.full_like(furthest, torch.inf)
+    for end in ENDS:
+        scale = (furthest / end).to(dtype).float()
+        scale = torch.where(scale.abs() < tiny, tiny, scale)
+        error = codes_of_4_bits(groups, scale).mul_(scale).sub_(groups).square_().mul_(importance)
+        total = error.sum(2, keepdim=True)
+        scales = torch.where(total < least, scale, scales)
+        least = torch.minimum(total, least)
+    return scales
+
+
+def codes_of_4_bits(x: Tensor, scales: Tensor) -> Tensor:
+    """Return the codes of x, from -8 to 7, as floating-point numbers. scales: broadcast against x."""
+    return (x / scales).round_().clamp_(-8, 7)
 
 
 def packed(codes: Tensor) -> Tensor:
