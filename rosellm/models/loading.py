@@ -12,6 +12,7 @@ import torch
 
 from rosellm.errors import CheckpointError, DeviceError, OptionError, describe
 from rosellm.models.arch import Arch
+from rosellm.models.calibration import calibrated, windows_of
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
@@ -92,6 +93,7 @@ def load_parts(
     part: Part = WHOLE,
     tokenizer: str | None = None,
     quantization: str | None = None,
+    calibration: str | list[str] | None = None,
 ) -> tuple[Transformer, AnyTokenizer]:
     """Load a checkpoint and its tokenizer.
 
@@ -102,6 +104,8 @@ def load_parts(
     part: the part of the weights to load.
     tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
     quantization: "fp8", "int8" or "int4" quantises the weights of all layers (:mod:`quantized`), or None.
+    calibration: texts for which the codes of "int4" are chosen (:mod:`calibration`), or None. The model is then
+        loaded in the memory of the CPU first, in ``dtype``.
 
     Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be quantised, or
     sharded over the ranks of ``part``.
@@ -120,7 +124,14 @@ def load_parts(
     check_quantization(quantization or stored, where, part.arch(arch))
     load = dummy_model if load_format == "dummy" else load_model
     reader = load_tokenizer_of(model, load_format, tokenizer)
-    gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part, quantization=quantization)
+    kind = resolve_dtype(dtype, where, arch)
+    if calibration is None:
+        gpt = load(model, where, kind, part=part, quantization=quantization)
+    elif quantization != "int4" or stored is not None or load_format == "dummy":
+        raise OptionError("calibration needs quantization='int4' and a checkpoint that is not quantised")
+    else:
+        windows = windows_of(calibration, reader, arch.n_positions)
+        gpt = calibrated(load_model(model, torch.device("cpu"), kind), windows, where)
     gpt.whole, gpt.config = (_ended_by(reader, arch) for arch in (gpt.whole, gpt.config))
     return gpt, reader
 

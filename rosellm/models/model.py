@@ -203,12 +203,15 @@ class Transformer(nn.Module):
 
     def layers(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return hidden states ``[N, C]``, given an ``attend`` that normalises and rotates q and k itself."""
-        x = self.token_embedding(ids)  # [N, C]
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
+        x = self.embedded(ids, positions)
         for block in self.blocks:
             x = block(x, attend)
         return self.norm(x)
+
+    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the inputs ``[N, C]`` of the first layer."""
+        x = self.token_embedding(ids)
+        return x if self.position_embedding is None else x + self.position_embedding(positions)
 
     def positioned(self, positions: Tensor, attend: Attend) -> Attend:
         """Return a function that normalises and rotates q and k as the model requires, then calls ``attend``.

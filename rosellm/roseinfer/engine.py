@@ -158,18 +158,21 @@ class Engine(Owned):
         load_format: str = "auto",
         tokenizer: str | None = None,
         quantization: str | None = None,
+        calibration: str | list[str] | None = None,
         draft_model: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load a model with :func:`loading.load_parts`, and build an engine on it.
 
-        quantization: the format of the layers' weights, as in ``load_parts``.
+        quantization, calibration: the format of the layers' weights, and texts to choose their codes by, as in
+            ``load_parts``.
         draft_model: the model that drafts, a shipped model's name, a folder or a hub id; None for none.
         options: options of the constructor.
         """
         begin_hashing()
         given = model, device, dtype, load_format
-        gpt, tokens = load_parts(*given, tokenizer=tokenizer, quantization=quantization)
+        own = {"tokenizer": tokenizer, "quantization": quantization, "calibration": calibration}
+        gpt, tokens = load_parts(*given, **own)
         if draft_model is not None:
             options |= {"draft": load_draft(draft_model, gpt, tokens, load_format)}
         return cls(gpt, tokens, **options)

@@ -84,6 +84,9 @@ class LLM:
     quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
         scale per output, "int4" to 4 bits, with one per output and 128 inputs (:mod:`quantized`). Tokens then
         differ from those of the checkpoint's own weights.
+    calibration: a text, or a list of texts, for "int4": codes are chosen so that outputs for such texts change
+        least (:mod:`calibration`). Some ten thousand tokens are enough. The CPU's memory must hold the weights
+        in ``dtype``; the device holds one layer of them.
     kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so
         that about twice as many tokens fit in the cache; "auto" does not.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
@@ -129,6 +132,7 @@ class LLM:
         warm_up: bool = True,
         tune: bool = False,
         quantization: str | None = None,
+        calibration: str | list[str] | None = None,
         kv_cache_dtype: str = "auto",
         speculation: str | None = None,
         draft_model: str | None = None,
@@ -173,6 +177,7 @@ class LLM:
             "warm_up": warm_up and not enforce_eager,
             "tune": tune,
             "quantization": quantization,
+            "calibration": calibration,
             "kv_cache_dtype": kv_cache_dtype,
             "speculation": speculation,
             "draft_model": draft_model,

@@ -56,11 +56,12 @@ class Load:
     load_format: str = "auto"
     tokenizer: str | None = None
     quantization: str | None = None
+    calibration: str | list[str] | None = None
 
     def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
         """Load one rank's part of the model, and the tokenizer."""
         given = self.model, self.device, self.dtype, self.load_format
-        return load_parts(*given, part, self.tokenizer, self.quantization)
+        return load_parts(*given, part, self.tokenizer, self.quantization, self.calibration)
 
 
 def load_engine(
@@ -72,6 +73,7 @@ def load_engine(
     load_format: str = "auto",
     tokenizer: str | None = None,
     quantization: str | None = None,
+    calibration: str | list[str] | None = None,
     speculation: str | None = None,
     draft_model: str | None = None,
     **options: Any,
@@ -87,7 +89,7 @@ def load_engine(
     ``RecipeError`` before any process starts. If a rank fails, now or whenever the engine is used, raises
     ``RankError``.
     """
-    load = Load(model, device, dtype, load_format, tokenizer, quantization)
+    load = Load(model, device, dtype, load_format, tokenizer, quantization, calibration)
     rung = LADDER.get(chosen, chosen) if isinstance(chosen := options.get("recipe"), str) else chosen
     proposer = speculation or getattr(rung, "speculation", None)
     draft = draft_for(model, proposer, draft_model)

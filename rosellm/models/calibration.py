@@ -1,0 +1,99 @@
+"""Weights of 4 bits whose codes are chosen for the inputs that a text gives them (GPTQ: Frantar et al. 2023).
+
+The codes of an output are chosen one input after another. Each makes up for the errors of those before it, as
+far as their inputs are correlated; inputs with large mean squares come first.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rosellm.errors import OptionError, describe
+from rosellm.models.attention import CausalAttention
+from rosellm.models.model import Transformer
+from rosellm.models.quantized import GROUP, GroupedWeight, codes_of_4_bits, group_scales
+from rosellm.models.tokenizer import Tokenizer
+
+WINDOW = 512  # tokens, at most
+DAMPING = 0.1  # of the mean square of all inputs, added to that of each
+
+
+def windows_of(texts: Any, tokenizer: Tokenizer, length: int) -> list[Tensor]:
+    """Return the token ids of a text or a list of texts, in windows of at most ``WINDOW`` and ``length``.
+
+    Raises ``OptionError`` if there are none.
+    """
+    several = [texts] if isinstance(texts, str) else texts
+    if not isinstance(several, (list, tuple)) or not all(isinstance(text, str) for text in several):
+        raise OptionError(f"calibration is {describe(texts)}; give a text or a list of texts")
+    wholes = [torch.tensor(ids) for ids in tokenizer.encode_many(several) if ids]
+    if not wholes:
+        raise OptionError("calibration has no text")
+    return [window for whole in wholes for window in whole.split(min(WINDOW, length))]
+
+
+@torch.no_grad()
+def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) -> Transformer:
+    """Return a model on ``device`` with the layers of ``plain`` in "int4".
+
+    plain: a model on any device; its layers are copied to ``device`` one at a time, and run there.
+    windows: token ids, each window a sequence of its own.
+    """
+    model = Transformer.allocate(plain.whole, device, plain.dtype, quantization="int4")
+    theirs, config = dict(plain.named_parameters()), model.config
+    for name, parameter in model.named_parameters():
+        parameter.copy_(theirs[name])
+    hidden, attends = [], []
+    for ids in windows:
+        positions = torch.arange(len(ids), device=device)
+        hidden.append(model.embedded(ids.to(device), positions))
+        causal = CausalAttention([len(ids)], device, config.scale, config.window)
+        attends.append(model.positioned(positions, causal))
+    for quantised, held in zip(model.blocks, plain.blocks, strict=True):
+        block = deepcopy(held).to(device)
+        squares = {name: torch.zeros(k, k, device=device) for name, (_, k) in config.shapes.items()}
+        for name, total in squares.items():
+            getattr(block, name).register_forward_pre_hook(partial(_add_squares, total))
+        hidden = [block(x, attend) for x, attend in zip(hidden, attends, strict=True)]
+        for name, total in squares.items():
+            weight = cast(GroupedWeight, getattr(quantised, name).weight)
+            copy_for(total, weight, getattr(block, name).weight)
+    return model
+
+
+def _add_squares(total: Tensor, _: nn.Module, inputs: tuple[Tensor]) -> None:
+    wide = inputs[0].float()
+    total.addmm_(wide.t(), wide)
+
+
+def copy_for(squares: Tensor, quantised: GroupedWeight, weight: Tensor) -> None:
+    """Quantise a weight ``[N, K]`` so that its outputs change least.
+
+    squares: ``[K, K]`` fp32, the sum of x^T x over all inputs x ``[1, K]``.
+
+    With errors e ``[1, K]`` of an output's weights, its squared error is e S e^T, S the squares. With S = L L^T,
+    L lower triangular, that is the sum of the squares of e L, and (e L)[i] does not depend on errors before i.
+    So codes are chosen from the last to the first, each for the least (e L)[i].
+    """
+    importance = squares.diag().unflatten(0, (-1, GROUP))
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = group_scales(groups, quantised.scales.dtype, importance)[:, :, 0]
+    order = squares.diag().argsort()
+    damped = squares[order][:, order]
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    lower = torch.linalg.cholesky(damped)
+    lower /= lower.diag()
+    wide, steps = weight.float().t()[order], scales.repeat_interleave(GROUP, 1).t()[order]  # [K, N]
+    codes, errors = torch.empty_like(wide), torch.zeros_like(wide)
+    for start in reversed(range(0, len(wide), GROUP)):  # GEMMs for all but GROUP inputs
+        own, later = slice(start, start + GROUP), slice(start + GROUP, None)
+        wanted = wide[own] + lower[later, own].t() @ errors[later]
+        for i in reversed(range(start, start + GROUP)):
+            codes[i] = codes_of_4_bits(wanted[i - start] + lower[own, i] @ errors[own], steps[i])
+            errors[i] = wide[i] - codes[i] * steps[i]
+    quantised.store(codes[order.argsort()].t(), scales)
