@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
             getattr(block, name).register_forward_pre_hook(partial(_add_squares, total))
         hidden = [block(x, attend) for x, attend in zip(hidden, attends, strict=True)]
         for name, total in squares.items():
-            weight = cast(GroupedWeight, getattr(quantised, name).weight)
-            copy_for(total, weight, getattr(block, name).weight)
+            calibrate(getattr(quantised, name).weight, getattr(block, name).weight, total)
     return model
 
 
@@ -71,14 +70,16 @@ def _add_squares(total: Tensor, _: nn.Module, inputs: tuple[Tensor]) -> None:
     total.addmm_(wide.t(), wide)
 
 
-def copy_for(squares: Tensor, quantised: GroupedWeight, weight: Tensor) -> None:
-    """Quantise a weight ``[N, K]`` so that its outputs change least.
+def calibrate(quantised: GroupedWeight, weight: Tensor, squares: Tensor) -> None:
+    """Quantise a weight so that its outputs change least.
 
+    quantised: the weight to be written.
+    weight: ``[N, K]``.
     squares: ``[K, K]`` fp32, the sum of x^T x over all inputs x ``[1, K]``.
 
-    With errors e ``[1, K]`` of an output's weights, its squared error is e S e^T, S the squares. With S = L L^T,
-    L lower triangular, that is the sum of the squares of e L, and (e L)[i] does not depend on errors before i.
-    So codes are chosen from the last to the first, each for the least (e L)[i].
+    With errors e ``[1, K]`` of an output's weights, the squared errors of the output sum to e S e^T, with S the
+    squares. With S = L L^T, L lower triangular, that is the sum of the squares of e L, and (e L)[i] depends on
+    no errors before e[i]. So codes are chosen from the last to the first, each for the least (e L)[i].
     """
     importance = squares.diag().unflatten(0, (-1, GROUP))
     groups = weight.float().unflatten(1, (-1, GROUP))

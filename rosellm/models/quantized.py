@@ -9,7 +9,7 @@ activations in the model's dtype or by codes of activations, and their sums by s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,9 +72,14 @@ class QuantizedWeight:
     def copy_(self, weight: Tensor) -> QuantizedWeight:
         """Quantise a weight ``[N, K]``; the largest weight of a row gets the largest code. Return self."""
         wide = weight.to(self.codes.device, torch.float32)
-        self.scales.copy_(scales_of(wide, self.dtype))
-        self.codes.copy_(nearest(wide / self.scales[:, None], self.dtype))
+        scales = scales_of(wide, self.dtype)[:, None]
+        self.store(nearest(wide / scales, self.dtype), scales)
         return self
+
+    def store(self, codes: Tensor, scales: Tensor) -> None:
+        """Store codes ``[N, K]``, and scales ``[N, 1]`` or ``[1, 1]``."""
+        self.codes.copy_(codes)
+        self.scales.copy_(scales[:, 0])
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[N, K]`` in a floating-point dtype."""
@@ -103,12 +108,12 @@ class GroupedWeight(QuantizedWeight):
         return [GroupedWeight(*pair) for pair in pairs]
 
     def copy_(self, weight: Tensor) -> QuantizedWeight:
-        """Quantise a weight ``[N, K]`` with scales of :func:`group_scales`, some rows at a time. Return self."""
+        """Quantise a weight ``[N, K]``, some rows at a time, with scales of least error. Return self."""
         n_rows = -(-SLICE // weight.shape[1])
         for own, rows in zip(self.split(n_rows), weight.split(n_rows), strict=True):
             groups = rows.to(self.codes.device, torch.float32).unflatten(1, (-1, GROUP))
             scales = group_scales(groups, self.scales.dtype)
-            cast(GroupedWeight, own).store(codes_of_4_bits(groups, scales).flatten(1), scales[:, :, 0])
+            own.store(codes_of_4_bits(groups, scales).flatten(1), scales[:, :, 0])
         return self
 
     def store(self, codes: Tensor, scales: Tensor) -> None:
@@ -122,14 +127,14 @@ class GroupedWeight(QuantizedWeight):
 
 
 def group_scales(groups: Tensor, dtype: torch.dtype, importance: Tensor | float = 1.0) -> Tensor:
-    """Return the scales ``[N, K / GROUP, 1]`` fp32 with which groups are rounded to 4 bits with the least error.
+    """Return scales ``[N, K / GROUP, 1]`` fp32 with which codes of 4 bits have the least squared errors.
 
     groups: ``[N, K / GROUP, GROUP]`` fp32.
     dtype: that of the weight's scales, to which they are rounded.
     importance: factors of the squared errors, ``[K / GROUP, GROUP]``.
 
-    The element of a group that is furthest from 0 gets a negative code, of which there is one more, so scales
-    may be negative. It is one of ``ENDS`` before it is clipped to -8: finer steps can be worth its error.
+    The element of a group that is furthest from 0 gets a negative code, since -8 is one; so scales may be
+    negative. Its code is one of ``ENDS``, clipped to -8: finer steps for the others can be worth its error.
     """
     low, high = groups.aminmax(dim=2, keepdim=True)
     furthest, tiny = torch.where(high > -low, high, low), torch.finfo(dtype).tiny

@@ -181,7 +181,7 @@ def _holders(shards: list[Path], prefix: str) -> Holders:
 def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
     """Raise ``CheckpointError``, before anything is allocated, if the files are too small for the config."""
     n_bytes = sum(shard.stat().st_size for shard in shards)
-    if config.n_parameters > n_bytes:
+    if config.n_parameters > n_bytes * (2 if config.quantization == "int4" else 1):
         raise CheckpointError(
             f"{folder} holds {n_bytes:,} bytes of safetensors and lacks tensors: "
             f"its config.json asks for {config.n_parameters:,} parameters"
@@ -230,8 +230,9 @@ def _has_codes(place: Place, gpt: Transformer) -> bool:
 
 def _codes(name: str, holders: Holders) -> list[str]:
     """Return the names of the tensors that hold the quantised weight ``name``."""
-    is_packed = f"{name}_packed" in holders
-    return [f"{name}_packed", f"{name}_scale", f"{name}_shape"] if is_packed else [name, f"{name}_scale"]
+    packed = f"{name}_packed"
+    others = (f"{name}_{part}" for part in ("g_idx", "zero_point"))
+    return [packed if packed in holders else name, f"{name}_scale", *(o for o in others if o in holders)]
 
 
 def _copy(place: Place, value: Tensor, dtype: torch.dtype) -> None:

@@ -84,9 +84,9 @@ class LLM:
     quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
         scale per output, "int4" to 4 bits, with one per output and 128 inputs (:mod:`quantized`). Tokens then
         differ from those of the checkpoint's own weights.
-    calibration: a text, or a list of texts, for "int4": codes are chosen so that outputs for such texts change
-        least (:mod:`calibration`). Some ten thousand tokens are enough. The CPU's memory must hold the weights
-        in ``dtype``; the device holds one layer of them.
+    calibration: a text, or a list of texts, of some ten thousand tokens: weights of "int4" are rounded so that
+        outputs for such texts change least (:mod:`calibration`). The CPU's memory must hold the weights in
+        ``dtype``; the device holds those of one layer.
     kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so
         that about twice as many tokens fit in the cache; "auto" does not.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the
