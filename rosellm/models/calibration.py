@@ -18,6 +18,7 @@ from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
 from rosellm.models.quantized import GROUP, GroupedWeight, codes_of_4_bits, group_scales
 from rosellm.models.tokenizer import Tokenizer
+from rosellm.models.weights import check_memory
 
 WINDOW = 512  # tokens, at most
 DAMPING = 0.1  # of the mean square of all inputs, added to that of each
@@ -43,7 +44,10 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
 
     plain: a model on any device; its layers are copied to ``device`` one at a time, and run there.
     windows: token ids, each window a sequence of its own.
+
+    Raises ``CheckpointError`` if the model exceeds the memory of ``device``.
     """
+    check_memory(plain.whole, device, plain.dtype, "int4")
     model = Transformer.allocate(plain.whole, device, plain.dtype, quantization="int4")
     theirs, config = dict(plain.named_parameters()), model.config
     for name, parameter in model.named_parameters():
@@ -77,9 +81,10 @@ def calibrate(quantised: GroupedWeight, weight: Tensor, squares: Tensor) -> None
     weight: ``[N, K]``.
     squares: ``[K, K]`` fp32, the sum of x^T x over all inputs x ``[1, K]``.
 
-    With errors e ``[1, K]`` of an output's weights, the squared errors of the output sum to e S e^T, with S the
-    squares. With S = L L^T, L lower triangular, that is the sum of the squares of e L, and (e L)[i] depends on
-    no errors before e[i]. So codes are chosen from the last to the first, each for the least (e L)[i].
+    If e ``[1, K]`` are the errors of an output's weights, and S the squares, the squared errors of the output
+    sum to e S e^T. If S = L L^T, with L lower triangular, that is the sum of the squares of e L, and (e L)[i]
+    depends only on e[i] and later errors. So codes are chosen from the last to the first, each for the least
+    (e L)[i].
     """
     importance = squares.diag().unflatten(0, (-1, GROUP))
     groups = weight.float().unflatten(1, (-1, GROUP))

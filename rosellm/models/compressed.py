@@ -73,7 +73,8 @@ def copy_codes(weight: QuantizedWeight, name: str, stored: dict[str, Tensor], dt
     Raises ``CheckpointError`` if they are not those of such a weight.
     """
     n, k = weight.shape
-    codes, scales = stored.get("weight_packed", stored.get("weight")), stored["weight_scale"]
+    codes, scales = stored.get("weight_packed"), stored["weight_scale"]
+    codes = stored["weight"] if codes is None else codes
     is_packed, in_groups = codes.dtype == torch.int32, weight.form == "int4"
     if is_packed:
         from compressed_tensors.compressors import unpack_from_int32

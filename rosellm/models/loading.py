@@ -104,8 +104,8 @@ def load_parts(
     part: the part of the weights to load.
     tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
     quantization: "fp8", "int8" or "int4" quantises the weights of all layers (:mod:`quantized`), or None.
-    calibration: a text, or a list of texts, for which the codes of "int4" are chosen (:mod:`calibration`); the
-        model is then first loaded in the CPU's memory. None uses the weights alone.
+    calibration: a text, or a list of texts, for which codes of "int4" are chosen (:mod:`calibration`); the
+        model is first loaded in the CPU's memory. None chooses them by the weights alone.
 
     Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be quantised, or
     sharded over the ranks of ``part``.

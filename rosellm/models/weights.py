@@ -57,7 +57,7 @@ def load_model(
     _check_extent(config, shards, folder)
     config = replace(config, tie_embeddings=config.tie_embeddings and _is_tied(config, holders))
     quantization = config.quantization or quantization
-    _check_memory(part.arch(config), device, dtype, quantization)
+    check_memory(part.arch(config), device, dtype, quantization)
     gpt = Transformer.allocate(config, device, dtype, part, quantization)
     _copy_weights(gpt, holders, folder)
     return gpt
@@ -79,7 +79,7 @@ def dummy_model(
     """
     config = dummy_shape(model)
     quantization = config.quantization or quantization
-    _check_memory(part.arch(config), device, dtype, quantization)
+    check_memory(part.arch(config), device, dtype, quantization)
     return Transformer.allocate(config, device, dtype, part, quantization).initialise(seed)
 
 
@@ -150,7 +150,7 @@ def places(gpt: Transformer) -> Iterator[Place]:
             yield Place(source, rows, transposed, shape, partial(gpt.part.cut, name, pieces=group))
 
 
-def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype, quantization: str | None) -> None:
+def check_memory(config: Arch, device: torch.device, dtype: torch.dtype, quantization: str | None) -> None:
     """Raise ``CheckpointError`` if weights and angle table together exceed the memory of the device."""
     angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
     wanted = config.n_parameters * dtype.itemsize + angles

@@ -170,8 +170,9 @@ class Engine(Owned):
         """
         begin_hashing()
         given = model, device, dtype, load_format
-        own = {"tokenizer": tokenizer, "quantization": quantization, "calibration": calibration}
-        gpt, tokens = load_parts(*given, **own)
+        gpt, tokens = load_parts(
+            *given, tokenizer=tokenizer, quantization=quantization, calibration=calibration
+        )
         if draft_model is not None:
             options |= {"draft": load_draft(draft_model, gpt, tokens, load_format)}
         return cls(gpt, tokens, **options)

@@ -84,7 +84,7 @@ class LLM:
     quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
         scale per output, "int4" to 4 bits, with one per output and 128 inputs (:mod:`quantized`). Tokens then
         differ from those of the checkpoint's own weights.
-    calibration: a text, or a list of texts, of some ten thousand tokens: weights of "int4" are rounded so that
+    calibration: a text, or a list of texts, of some ten thousand tokens: "int4" then rounds weights so that
         outputs for such texts change least (:mod:`calibration`). The CPU's memory must hold the weights in
         ``dtype``; the device holds those of one layer.
     kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so

@@ -145,6 +145,7 @@ def test_weights_of_4_bits_in_other_groups_or_orders_are_refused_in_one_line(fol
         edit(folder, quantization_config=config | {"config_groups": {"a": group}})
         assert refusal(folder).endswith("4 bits and one per 128 inputs, not reordered, is"), changed
     edit(folder, quantization_config=config)
+    assert "calibration needs" in refusal(folder, quantization="int4", calibration="text")
     name = "model.layers.1.mlp.down_proj.weight"
     packed, scale, zeros = f"{name}_packed", f"{name}_scale", f"{name}_zero_point"
     tensors = load_file(folder / "model.safetensors")
