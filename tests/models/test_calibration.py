@@ -34,16 +34,17 @@ def test_codes_are_those_of_gptq_with_the_inputs_of_largest_squares_first():
     assert (found.float() == held.dequantized()).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["rose-tiny", "rose-tiny-qwen3"])
-def test_a_calibrated_model_is_closer_to_the_original_on_other_text(name):
+def test_a_calibrated_model_is_closer_to_the_original_on_other_text(name, device):
     corpus = read_corpus()
     texts = [source.text[:9000] for source in corpus.train[7::300]]
-    plain, tokenizer = load_parts(name, "cpu", "float32")
-    rounded, _ = load_parts(name, "cpu", "float32", quantization="int4")
+    plain, tokenizer = load_parts(name, device, "float32")
+    rounded, _ = load_parts(name, device, "float32", quantization="int4")
     sizes = {"max_batch_size": 1, "num_kv_blocks": 4, "warm_up": False}
-    options = {"device": "cpu", "dtype": "float32", "quantization": "int4"} | sizes
+    options = {"device": device, "dtype": "float32", "quantization": "int4"} | sizes
     llm = LLM(name, calibration=texts, **options)
-    stream = token_stream(corpus.validation, tokenizer, CPU)
+    stream = token_stream(corpus.validation, tokenizer, plain.device)
     distances = {"without": 0.0, "with": 0.0}
     with torch.inference_mode():
         for window in stream[: 8 * 256].split(256):
