@@ -186,9 +186,9 @@ def millinats_of_heads(exact: Transformer, windows: list[Tensor], rounded_to: Ro
 
 
 def step_bytes(name: str, workload: str, bits: int) -> float:
-    """What a mean decode step of a workload reads: weights of layers in ``bits`` bits, the rest in 16."""
+    """What a mean step of a workload reads: layers and head in ``bits`` bits, keys and values in 16."""
     arch, load = SHAPES[name], MODEL_WORKLOADS[workload]
-    matrices = arch.n_layers * sum(n * k for n, k in arch.shapes.values())
+    matrices = arch.n_layers * sum(n * k for n, k in arch.shapes.values()) + arch.vocab_size * arch.d_model
     cached = load.max_batch_size * load.mean_context * arch.kv_bytes_per_token(2)
     return matrices * bits / 8 + 2 * (arch.n_step_parameters - matrices) + cached
 

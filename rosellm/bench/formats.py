@@ -29,6 +29,7 @@ from rosellm.models.quantized import CODES, WEIGHT_FORMS, QuantizedProjection, r
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.layers.choosers import HEAD_DIGITS
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -172,16 +173,10 @@ def in_turns(engines: dict[str, Engine], given: Runs, turns: int) -> dict[str, l
 
 def weight_bytes_of(model: Transformer) -> dict[str, int]:
     """Return the bytes of the layers' projections, and of all other parameters."""
-    projections = {f"blocks.{i}.{name}" for i in range(model.config.n_layers) for name in model.config.shapes}
-    named = dict(model.named_modules())
+    projections = tuple(f".{name}.weight" for name in model.config.shapes)
     sizes = {"projections": 0, "others": 0}
-    for name in projections:
-        weight = named[name].weight
-        parts = (weight.codes, weight.scales) if isinstance(named[name], QuantizedProjection) else (weight,)
-        sizes["projections"] += sum(part.nbytes for part in parts)
     for name, parameter in model.own_parameters.items():
-        if isinstance(parameter, Tensor) and name.removesuffix(".weight") not in projections:
-            sizes["others"] += parameter.nbytes
+        sizes["projections" if name.endswith(projections) else "others"] += parameter.nbytes
     return sizes
 
 
@@ -218,10 +213,13 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
 
 
 def set_digits(model: Transformer, digits: int | None) -> None:
-    """Round the inputs of a quantised model's projections to this number of codes; None leaves them exact."""
+    """Round the inputs of a quantised model's projections to this number of codes; None leaves them exact.
+
+    Those of the head have ``HEAD_DIGITS`` in any case.
+    """
     for module in model.modules():
         if isinstance(module, QuantizedProjection):
-            module.digits = digits
+            module.digits = HEAD_DIGITS if digits and module is model.lm_head else digits
 
 
 def log_probabilities(model: Transformer, window: Tensor, heads: str | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rosellm.errors import OptionError, describe
 from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import GROUP, GroupedWeight, codes_of_4_bits, group_scales
+from rosellm.models.quantized import GROUP, GroupedWeight, codes_of_4_bits, full, group_scales
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.models.weights import check_memory
 
@@ -49,9 +49,10 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
     """
     check_memory(plain.whole, device, plain.dtype, "int4")
     model = Transformer.allocate(plain.whole, device, plain.dtype, quantization="int4")
-    theirs, config = dict(plain.named_parameters()), model.config
-    for name, parameter in model.named_parameters():
-        parameter.copy_(theirs[name])
+    theirs, config = plain.own_parameters, model.config
+    for name, weight in model.own_parameters.items():
+        if not isinstance(weight, GroupedWeight):
+            weight.copy_(full(theirs[name]))
     hidden, attends = [], []
     for ids in windows:
         positions = torch.arange(len(ids), device=device)

@@ -103,7 +103,8 @@ def load_parts(
         tokenizer that needs no download.
     part: the part of the weights to load.
     tokenizer: a folder or hub id with the tokenizer to load instead of the checkpoint's own.
-    quantization: "fp8", "int8" or "int4" quantises the weights of all layers (:mod:`quantized`), or None.
+    quantization: "fp8", "int8" or "int4" quantises the weights of all layers and the head (:mod:`quantized`);
+        None does not.
     calibration: a text, or a list of texts, for which codes of "int4" are chosen (:mod:`calibration`); the
         model is first loaded in the CPU's memory. None chooses them by the weights alone.
 

@@ -13,7 +13,7 @@ V: vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,14 @@ from rosellm.errors import OptionError
 from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.part import ALIGNMENT, WHOLE, Part
-from rosellm.models.quantized import AnyWeight, QuantizedProjection, QuantizedWeight, empty_weight
+from rosellm.models.quantized import (
+    HEAD_FORMS,
+    AnyWeight,
+    QuantizedEmbedding,
+    QuantizedProjection,
+    QuantizedWeight,
+    empty_weight,
+)
 from rosellm.models.rope import Rotary, rotate
 
 
@@ -105,10 +112,14 @@ class Transformer(nn.Module):
     config: the ``Arch`` of this part.
     words: the range of token ids whose logits :meth:`logits` computes; all of them in a whole model.
     cos_sin: cosines, then sines, of every position: ``[P, D]`` fp32; None with learned positions.
-    quantization: the format of the layers' weights, or None.
+    quantization: the format of the layers' weights, a key of ``quantized.CODES``, or None. The head is then
+        quantised, too (``quantized.HEAD_FORMS``), and with it a tied embedding; but not if the checkpoint
+        itself is quantised.
     """
 
     cos_sin: Tensor | None
+    token_embedding: nn.Embedding | QuantizedEmbedding
+    lm_head: Projection | QuantizedProjection
     quantization: str | None = None
 
     def __init__(self, whole: Arch, part: Part = WHOLE) -> None:
@@ -129,10 +140,11 @@ class Transformer(nn.Module):
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
-            shared = cast(nn.Parameter, self.token_embedding.weight)
-            first, last = self.words.start, self.words.stop
-            whole = len(self.words) == len(shared)
-            self.lm_head.weight = shared if whole else nn.Parameter(shared.data[first:last], False)
+            shared: Any = self.token_embedding.weight
+            if len(self.words) < len(shared):
+                own = shared[self.words.start : self.words.stop]
+                shared = nn.Parameter(own.detach(), False) if isinstance(own, Tensor) else own
+            self.lm_head.weight = shared
 
     def _tabulate(self, device: torch.device) -> None:
         if self.config.rope is not None:
@@ -151,8 +163,7 @@ class Transformer(nn.Module):
 
         whole: the ``Arch`` of the whole model.
         part: the part of the weights to allocate.
-        quantization: the format of the layers' weights, one of ``quantized.WEIGHT_FORMS``; None for
-            ``dtype``.
+        quantization: the format of the weights, as in :class:`Transformer`; None for ``dtype``.
         """
         with torch.device("meta"):
             model = cls(whole, part)
@@ -169,12 +180,21 @@ class Transformer(nn.Module):
         return model.eval()
 
     def _quantize(self, form: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Replace the projections of all layers by quantised ones, whose weights are zeros."""
+        """Replace the projections of all layers, and the head, by quantised ones, whose weights are zeros.
+
+        The head of a checkpoint that is quantised itself stays as it is.
+        """
         self.quantization = form
         for block in self.blocks:
             for name, (n, k) in self.config.shapes.items():
                 weight = empty_weight(n, k, form, device, dtype)
                 setattr(block, name, QuantizedProjection(weight, getattr(block, name).bias))
+        if self.whole.quantization is None:
+            n = self.config.vocab_size if self.config.tie_embeddings else len(self.words)
+            weight = empty_weight(n, self.config.d_model, HEAD_FORMS[form], device, dtype)
+            self.lm_head = QuantizedProjection(weight, None)
+            if self.config.tie_embeddings:
+                self.token_embedding = QuantizedEmbedding(weight, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
         """Move or cast the model; restore the padding rows after embedding and head, and rebuild ``cos_sin``.
@@ -185,18 +205,18 @@ class Transformer(nn.Module):
             raise OptionError("a quantised model cannot be moved or cast; load it again")
         super()._apply(fn, recurse)
         for module in (self.token_embedding, self.lm_head):
-            weight = module.weight.data
-            module.weight.data = _padded(weight.shape, weight.device, weight.dtype).copy_(weight)
+            own = cast(nn.Parameter, module.weight)
+            own.data = _padded(own.shape, own.device, own.dtype).copy_(own.data)
         self._tabulate(self.device)
         return self
 
     @property
     def device(self) -> torch.device:
-        return self.token_embedding.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.token_embedding.weight.dtype
+        return self.norm.weight.dtype
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.layers(ids, positions, self.positioned(positions, attend))
@@ -245,15 +265,16 @@ class Transformer(nn.Module):
     @property
     def padded_head(self) -> Tensor:
         """The head's weight with the padding rows of :meth:`allocate`, as a view ``[V', C]``."""
-        rows, width = self.lm_head.weight.shape
-        return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
+        weight = cast(Tensor, self.lm_head.weight)
+        rows, width = weight.shape
+        return weight.as_strided((_aligned(rows), width), (width, 1))
 
     @property
     def own_parameters(self) -> dict[str, AnyWeight]:
         """All parameters and quantised weights by name, without the head if it is tied."""
         named: dict[str, AnyWeight] = dict(self.named_parameters())
-        modules = self.named_modules()
-        named |= {f"{name}.weight": it.weight for name, it in modules if isinstance(it, QuantizedProjection)}
+        weights = ((name, getattr(module, "weight", None)) for name, module in self.named_modules())
+        named |= {f"{name}.weight": it for name, it in weights if isinstance(it, QuantizedWeight)}
         if self.config.tie_embeddings:
             named.pop("lm_head.weight", None)
         return named

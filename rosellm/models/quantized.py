@@ -9,6 +9,7 @@ activations in the model's dtype or by codes of activations, and their sums by s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ GROUP = 128  # consecutive inputs that share a scale in "int4"
 ENDS = (-7.0, -7.5, -8.0, -8.5, -9.0, -9.5, -10.0)  # codes of a group's furthest element, before clipping
 SLICE = 1 << 20  # elements of a weight that are rounded to 4 bits at a time, in fp32
 MULTIPLE = 16  # of inputs and outputs
-QUANTIZATION = "quantise the weights of all layers to 8 or 4 bits"
+HEAD_FORMS = {"fp8": "fp8", "int8": "int8", "int4": "int8"}  # of the LM head, by that of the layers
+AT_ONCE = 4096  # rows of a weight that are quantised or dequantised together
+QUANTIZATION = "quantise the weights of all layers to 8 or 4 bits, and the LM head to 8"
 KV_DTYPE = "quantise keys and values to 8 bits"
 
 
@@ -64,6 +67,13 @@ class QuantizedWeight:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def __getitem__(self, rows: Any) -> QuantizedWeight:
+        return QuantizedWeight(self.codes[rows], self.scales[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
     def split(self, sizes: int | list[int]) -> list[QuantizedWeight]:
         """Return views of consecutive rows, as ``Tensor.split`` does."""
         pairs = zip(self.codes.split(sizes), self.scales.split(sizes), strict=True)
@@ -71,9 +81,10 @@ class QuantizedWeight:
 
     def copy_(self, weight: Tensor) -> QuantizedWeight:
         """Quantise a weight ``[N, K]``; the largest weight of a row gets the largest code. Return self."""
-        wide = weight.to(self.codes.device, torch.float32)
-        scales = scales_of(wide, self.dtype)[:, None]
-        self.store(nearest(wide / scales, self.dtype), scales)
+        for own, rows in zip(self.split(AT_ONCE), weight.split(AT_ONCE), strict=True):
+            wide = rows.to(self.codes.device, torch.float32)
+            scales = scales_of(wide, self.dtype)[:, None]
+            own.store(nearest(wide / scales, self.dtype), scales)
         return self
 
     def store(self, codes: Tensor, scales: Tensor) -> None:
@@ -214,6 +225,10 @@ class QuantizedRows:
     def digits(self) -> int:
         return self.codes.shape[1]
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
     def __len__(self) -> int:
         return len(self.codes)
 
@@ -340,6 +355,22 @@ def parts_of_weight(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
     return (weight.codes, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
 
 
+def parts_of_rows(x: AnyRows) -> tuple[Tensor, Tensor | None, int]:
+    """Return the codes, scales and number of digits of activations; x, None and 1 if it is not quantised."""
+    return (x, None, 1) if isinstance(x, Tensor) else (x.codes, x.scales, x.digits)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding ``[V, C]`` whose weight is quantised. dtype: that of the embedded tokens."""
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = weight, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids].dequantized(self.dtype)
+
+
 class QuantizedProjection(nn.Module):
     """A linear layer whose weight is quantised.
 
@@ -358,7 +389,9 @@ class QuantizedProjection(nn.Module):
         if self.digits is not None:
             form = RowFormat(ROW_FORMS[self.weight.form], self.digits)
             x = QuantizedRows.of(x, form).dequantized().to(x.dtype)
-        return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
+        biases = repeat(None) if self.bias is None else self.bias.split(AT_ONCE)
+        parts = zip(self.weight.split(AT_ONCE), biases, strict=False)
+        return torch.cat([F.linear(x, rows.dequantized(x.dtype), bias) for rows, bias in parts], dim=-1)
 
 
 def check_fp8(form: str, device: torch.device, option: str) -> None:

@@ -46,8 +46,8 @@ def load_model(
 
     model: a shipped model's name, a folder or a hub id.
     part: the part of the weights to load.
-    quantization: the format to which the layers' weights are quantised, one tensor at a time, or None. A
-        quantised checkpoint keeps its own.
+    quantization: the format to which the weights of layers and head are quantised, one tensor at a time, or
+        None. A quantised checkpoint keeps its own.
 
     Raises ``CheckpointError`` if the checkpoint is missing, corrupt, not supported or too large.
     """
@@ -157,6 +157,8 @@ def check_memory(config: Arch, device: torch.device, dtype: torch.dtype, quantiz
     if quantization is not None:
         saved = dtype.itemsize - bytes_per_weight(quantization, dtype)
         wanted -= int(config.n_layers * config.n_layer_parameters * saved)
+        if config.quantization is None:
+            wanted -= config.vocab_size * config.d_model * (dtype.itemsize - 1)
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:

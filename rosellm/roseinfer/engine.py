@@ -164,7 +164,7 @@ class Engine(Owned):
     ) -> Engine:
         """Load a model with :func:`loading.load_parts`, and build an engine on it.
 
-        quantization, calibration: the format of the layers' weights, and texts for it, as in ``load_parts``.
+        quantization, calibration: the format of the weights, and texts for it, as in ``load_parts``.
         draft_model: the model that drafts, a shipped model's name, a folder or a hub id; None for none.
         options: options of the constructor.
         """

@@ -87,6 +87,7 @@ def test_the_weights_are_those_of_transformers(folder, way):
             found = getattr(block, name).weight.dequantized()
             torch.testing.assert_close(found, torch.cat(weights).float(), rtol=1e-6, atol=0)
     assert ours.quantization == way[:4].strip(",")
+    assert torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
 
 
 def test_such_a_checkpoint_is_served_with_no_option(folder):

@@ -62,11 +62,15 @@ def test_what_parts_have_is_the_whole_once_and_key_value_heads_as_often_as_there
 def test_a_part_is_loaded_as_it_is_cut_from_the_whole(tmp_path, name, size):
     whole = random_model(0, SHAPES[name])
     save_model(whole, tmp_path, torch.float32)
+    head = load_model(str(tmp_path), CPU, torch.float32, quantization="int8").lm_head.weight
     for part in parts_of(whole.config, size):
         loaded = load_model(str(tmp_path), CPU, torch.float32, part)
         for parameter, value in whole.own_parameters.items():
             assert torch.equal(loaded.own_parameters[parameter], cut(part, parameter, value, whole.config))
-        assert torch.equal(loaded.lm_head.weight, whole.lm_head.weight[list(loaded.words)])
+        words = list(loaded.words)
+        assert torch.equal(loaded.lm_head.weight, whole.lm_head.weight[words])
+        own = load_model(str(tmp_path), CPU, torch.float32, part, "int8").lm_head.weight
+        assert torch.equal(own.dequantized(), head[words].dequantized())
 
 
 @pytest.mark.parametrize(

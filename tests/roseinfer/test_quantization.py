@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, WEIGHT_FORMS, rounded_heads
+from rosellm.models.quantized import CODES, HEAD_FORMS, WEIGHT_FORMS, QuantizedWeight, full, rounded_heads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
-from tests.helpers import random_prompts
+from tests.helpers import CPU, random_prompts
 from tests.roseinfer.ranks import tokens_of
 
 PROMPTS = random_prompts([1, 70, 7, 33, 16], vocab_size=4096)
@@ -31,18 +32,37 @@ WAYS = [
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def save_untied(model: str, folder: Path) -> None:
+    """The shipped model with a head of its own: each token has the weights of another one's embedding."""
+    tied, _ = load_parts(model, "cpu", "float32")
+    untied = Transformer.allocate(replace(tied.whole, tie_embeddings=False), CPU, torch.float32)
+    table = tied.token_embedding.weight.data
+    for name, weight in untied.own_parameters.items():
+        weight.copy_(table.roll(7, 0) if name == "lm_head.weight" else tied.own_parameters[name])
+    save_model(untied, folder, torch.float32)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", WEIGHT_FORMS)
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
-def test_every_step_gives_the_tokens_of_the_dequantised_model(model, form, device):
-    plain, tokenizer = load_parts(model, device, "float32")
-    rounded, _ = load_parts(model, device, "float32", quantization=form)
-    for own, other in zip(plain.blocks, rounded.blocks, strict=True):
-        for name in plain.config.shapes:
-            getattr(own, name).weight.data.copy_(getattr(other, name).weight.dequantized())
+def test_every_step_gives_the_tokens_of_the_dequantised_model(model, is_tied, form, device, tmp_path):
+    given = {"model": model, "tokenizer": model}
+    if not is_tied:
+        save_untied(model, tmp_path)
+        given |= {"model": str(tmp_path)}
+    load = given | {"device": device, "dtype": "float32"}
+    plain, tokenizer = load_parts(**load)
+    rounded, _ = load_parts(**load, quantization=form)
+    assert plain.config.tie_embeddings == is_tied
+    weights = rounded.own_parameters
+    assert isinstance(weights["token_embedding.weight"], QuantizedWeight) == is_tied
+    assert isinstance(rounded.lm_head.weight, QuantizedWeight)
+    for name, weight in plain.own_parameters.items():
+        weight.data.copy_(full(weights[name]))
     expected = tokens_of(Engine(plain, tokenizer, recipe="dense", **SIZES), PROMPTS, MIXED)
-    for way in [{}, *WAYS]:
-        llm = LLM(model, quantization=form, device=device, dtype="float32", warm_up=False, **SIZES, **way)
+    for way in [{}, *(WAYS if is_tied else WAYS[:-1])]:  # only shipped models have a draft model of their own
+        llm = LLM(**load, quantization=form, warm_up=False, **SIZES, **way)
         assert tokens_of(llm.engine, PROMPTS, MIXED) == expected, way
 
 
@@ -108,6 +128,11 @@ def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
             assert n_bytes == (whole.numel() * 0.515625 if form == "int4" else whole.numel() + 4 * len(whole))
             most = 0.21 if form == "int4" else 0.04
             assert (weight.dequantized() - whole.float()).abs().max() < most * whole.abs().max()
+        head, whole = model.lm_head.weight, plain.lm_head.weight
+        assert head.form == HEAD_FORMS[form] and head.nbytes == whole.numel() + 4 * len(whole)
+        assert (head.dequantized() - whole.float()).abs().max() < 0.04 * whole.abs().max()
+        table = model.token_embedding.weight
+        assert table is head if arch.tie_embeddings else torch.equal(table, plain.token_embedding.weight)
 
 
 @pytest.mark.parametrize(

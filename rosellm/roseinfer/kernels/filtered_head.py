@@ -12,11 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import AnyRows, AnyWeight, full
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, wait_for_predecessor
 from rosellm.roseinfer.kernels.draw import FLOAT32, penalised_ref
-from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape, store_best, with_noise
-from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
+from rosellm.roseinfer.kernels.head import (
+    MAX_TEMPERATURE,
+    Shape,
+    head_launch,
+    store_best,
+    tile_logits,
+    with_noise,
+)
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import cdiv, tl, triton
@@ -71,17 +78,16 @@ def settings_of(state: DeviceState) -> Settings:
 
 
 def filtered_tiles_ref(
-    *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
+    *, hidden: AnyRows, weight: AnyWeight, state: DeviceState, counts: Tensor | None = None
 ) -> Tiles:
     """Compute the head of a batch with filtered rows, as a single tile (torch reference).
 
-    hidden: ``[M, K]``, the final hidden states.
-    weight: ``[N, K]``, the head.
+    hidden, weight: as in ``head.best_tokens_ref``.
     state: a device state of M rows.
     counts: int32 ``[S, N]`` or wider, the table of ``TokenCounts`` with the penalised rows' tokens; None if
         no row is penalised.
     """
-    logits = hidden.float() @ weight.float().t()
+    logits = full(hidden).float() @ full(weight).float().t()
     if counts is not None:
         logits = penalised_rows_ref(logits, state, counts)
     logits = torch.where(logits.isnan(), float("inf"), logits)
@@ -147,9 +153,10 @@ def penalised_rows(logits, penalties, counts_ptr, counts_stride, at, held_rows, 
 
 @triton.jit(do_not_specialize=["M"])
 def _filtered_tiles_kernel(
-    hidden_ptr, weight_ptr, tiles, settings, penalties, counts_ptr, counts_stride, M, N, TILES,
+    hidden_ptr, hidden_scales_ptr, weight_ptr, weight_scales_ptr, tiles, settings, penalties,
+    counts_ptr, counts_stride, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
+    FINER: tl.constexpr, PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one vocabulary tile for BLOCK_M rows per program.
 
@@ -162,12 +169,12 @@ def _filtered_tiles_kernel(
     first_row = tl.program_id(0) * BLOCK_M
     tile_rows = tl.arange(0, BLOCK_M)
     held_rows = first_row + tile_rows < M
-    hidden_ptr += first_row.to(tl.int64) * K
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    logits = tile_product(
-        hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    logits = tile_logits(
+        hidden_ptr, hidden_scales_ptr, weight_ptr, weight_scales_ptr, first_row, tile_rows, held_rows,
+        columns, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, FINER,
+    )  # fmt: skip
     rows = first_row.to(tl.int64) + tile_rows
     at = rows * settings.stride
     if PENALISED:
@@ -216,23 +223,20 @@ def filtered_tiles(
     dependent: the launch mode, as in ``launch_options``.
     shape: maps (rows, dtype) to tile sizes, warps and pipeline stages.
     """
-    (rows, width), vocab = hidden.shape, len(weight)
-    block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-    block_m = block_m if counts is None else min(block_m, PENALISED_ROWS)
-    size, device = hidden.element_size(), hidden.device
-    stages = fitting_stages(stages, block_m, block_n, block_k, size, device)
+    rows, vocab, device = len(hidden), len(weight), hidden.device
+    most_rows = {} if counts is None else {"most_rows": PENALISED_ROWS}
+    operands, constants, options = head_launch(hidden, weight, shape, dependent, **most_rows)
+    block_m, block_n = constants["BLOCK_M"], constants["BLOCK_N"]
     n_tiles = cdiv(vocab, block_n)
-    values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
-    indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
-    arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
-    logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
+    values, maxima, masses = (torch.empty(rows, n_tiles, device=device) for _ in range(3))
+    indices = torch.empty(rows, n_tiles, device=device, dtype=torch.int32)
+    arrived = torch.empty(rows, device=device, dtype=torch.int32)
+    logits = torch.empty(rows, n_tiles * block_n, device=device)
     tiles = values, indices, maxima, masses, logits, arrived
     penalties = state.counts, state.repetition, state.presence, state.frequency
     table = indices if counts is None else counts
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
-    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
     _filtered_tiles_kernel[(cdiv(rows, block_m), n_tiles)](
-        hidden, weight, tiles, settings_of(state), penalties, table, table.stride(0), rows, vocab, n_tiles,
-        K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
+        *operands, tiles, settings_of(state), penalties, table, table.stride(0), rows, vocab, n_tiles,
+        PENALISED=counts is not None, **constants, **options,
     )  # fmt: skip
     return Tiles(*tiles, block_n)

@@ -4,16 +4,18 @@ Each program multiplies the hidden states by one tile of the vocabulary and keep
 its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A sampled row's value is
 ``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
 (Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared in fp32: rounded to 16 bits, many of a
-large vocabulary would tie.
+large vocabulary would tie. Of a quantised head and quantised hidden states, codes are multiplied by codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import FINER, AnyRows, AnyWeight, full, parts_of_rows, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.draw import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
@@ -27,8 +29,8 @@ Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 
 def best_tokens_ref(
     *,
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: AnyRows,
+    weight: AnyWeight,
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -36,8 +38,8 @@ def best_tokens_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return each row's best value ``[M, 1]`` fp32 and its token ``[M, 1]`` int32 (torch reference).
 
-    hidden: ``[M, K]``, the final hidden states.
-    weight: ``[N, K]``, the head.
+    hidden: ``[M, K]``, the final hidden states, or ``QuantizedRows`` of two digits.
+    weight: ``[N, K]``, the head, or a ``QuantizedWeight``, which quantised hidden states require.
     temperature: ``[M]`` fp32; 0 for a greedy row.
     seeds: ``[M]`` int64.
     positions: ``[M]`` int32, the number of tokens cached before this step; the drawn token has index
@@ -46,7 +48,7 @@ def best_tokens_ref(
 
     NaN logits count as +inf, so that ``advance`` detects them.
     """
-    logits = hidden.float() @ weight.float().t()
+    logits = full(hidden).float() @ full(weight).float().t()
     logits = torch.where(logits.isnan(), float("inf"), logits)
     if sampled:
         noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
@@ -54,6 +56,67 @@ def best_tokens_ref(
         logits = torch.where(temperatures > 0, logits + temperatures * noise, logits)
     values, indices = logits.max(dim=1, keepdim=True)
     return values, indices.int()
+
+
+@triton.jit
+def tile_logits(
+    hidden_ptr, hidden_scales_ptr, weight_ptr, weight_scales_ptr, first_row, rows, held_rows, columns, M, N,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FINER: tl.constexpr,
+):  # fmt: skip
+    """Return the fp32 logits ``[BLOCK_M, BLOCK_N]`` of a tile of rows and tokens.
+
+    hidden_scales_ptr, weight_scales_ptr: the scales of quantised hidden states and of a quantised head, or
+        None.
+    rows: indices of the tile's rows, less ``first_row``.
+    held_rows: which of them exist.
+    columns: the tile's tokens.
+    FINER: a code of the first digit divided by one of the second.
+    """
+    if hidden_scales_ptr is None:
+        hidden_ptr += first_row.to(tl.int64) * K
+        logits = tile_product(
+            hidden_ptr, weight_ptr, rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        hidden_ptr += first_row.to(tl.int64) * 2 * K
+        digits = product_of_codes(
+            weight_ptr, hidden_ptr, columns, N, 2 * (M - first_row), K, BLOCK_N, 2 * BLOCK_M, BLOCK_K
+        )
+        first, second = tl.split(tl.reshape(digits, (BLOCK_N, BLOCK_M, 2)))
+        logits = tl.trans(first + second / FINER)
+        logits *= tl.load(hidden_scales_ptr + first_row + rows, mask=held_rows, other=0.0)[:, None]
+    if weight_scales_ptr is not None:
+        logits *= tl.load(weight_scales_ptr + columns, mask=columns < N, other=0.0)[None, :]
+    return logits
+
+
+@triton.jit
+def product_of_codes(
+    weight_ptr, x_ptr, w_rows, N, M, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the fp32 products of a tile's rows of weight codes with M rows of codes, ``[ROWS, COLUMNS]``.
+
+    The wide operand of ``wgmma`` is the weight, so that few rows of codes are not padded. Sums of integers
+    are exact. Of sums in FP8, tensor cores drop bits, so those over BLOCK_K are added up outside of them.
+    """
+    EXACT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    m = tl.arange(0, COLUMNS)
+    acc = tl.zeros((ROWS, COLUMNS), tl.int32 if EXACT else tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        w = tl.load(
+            weight_ptr + w_rows[:, None].to(tl.int64) * K + k[None, :],
+            mask=(w_rows < N)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
+        if EXACT:
+            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
+        else:
+            acc += tl.dot(w, x, max_num_imprecise_acc=BLOCK_K)
+    return acc.to(tl.float32)
 
 
 @triton.jit
@@ -86,26 +149,26 @@ def store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BL
 
 @triton.jit(do_not_specialize=["M"])
 def _best_tokens_kernel(
-    hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
-    state_stride, seed_stride, M, N, TILES,
+    hidden_ptr, hidden_scales_ptr, weight_ptr, weight_scales_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    values_ptr, indices_ptr, state_stride, seed_stride, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SAMPLED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
+    FINER: tl.constexpr, SAMPLED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     first_row = tl.program_id(0) * BLOCK_M
     tile_rows = tl.arange(0, BLOCK_M)
     held_rows = first_row + tile_rows < M
-    hidden_ptr += first_row.to(tl.int64) * K
     rows = first_row.to(tl.int64) + tile_rows
     if SAMPLED:  # before the wait: no kernel of the step writes temperatures
         temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    acc = tile_product(
-        hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
-    )
-    logits = acc + tl.where(columns < N, 0.0, float("-inf"))[None, :]
+    logits = tile_logits(
+        hidden_ptr, hidden_scales_ptr, weight_ptr, weight_scales_ptr, first_row, tile_rows, held_rows,
+        columns, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, FINER,
+    )  # fmt: skip
+    logits += tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
     if SAMPLED:
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
@@ -119,6 +182,29 @@ def _best_tokens_kernel(
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Return tile sizes, warps and pipeline stages for ``rows`` rows."""
     return best("head", rows=rows, bits=8 * dtype.itemsize)
+
+
+def head_launch(
+    hidden: AnyRows, weight: AnyWeight, shape: Shape, dependent: int, most_rows: int = 1 << 30
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any], dict[str, Any]]:
+    """Return the first arguments, the constants and the launch options of a kernel that multiplies the head.
+
+    shape, dependent: as in :func:`best_tokens`. most_rows: of a tile.
+    """
+    codes, scales, digits = parts_of_rows(hidden)
+    block_m, block_n, block_k, warps, stages = shape(len(hidden), codes.dtype)
+    block_m = min(block_m, most_rows)
+    size, device = codes.element_size(), codes.device
+    stages = fitting_stages(stages, digits * block_m, block_n, block_k, size, device)
+    constants: dict[str, Any] = {
+        "K": hidden.shape[1],
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+    }
+    constants |= {"FINER": FINER.get(codes.dtype, 1.0), "MAX_TEMPERATURE": MAX_TEMPERATURE}
+    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
+    return (codes, scales, *parts_of_weight(weight)), constants, options
 
 
 def best_tokens(
@@ -135,20 +221,15 @@ def best_tokens(
     dependent: the launch mode, as in ``launch_options``.
     shape: maps (rows, dtype) to tile sizes, warps and pipeline stages.
     """
-    rows, width = hidden.shape
-    vocab = weight.shape[0]
-    block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-    size, device = hidden.element_size(), hidden.device
-    stages = fitting_stages(stages, block_m, block_n, block_k, size, device)
-    tiles = cdiv(vocab, block_n)
-    values = torch.empty(rows, tiles, device=hidden.device)
-    indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
+    rows, vocab, device = len(hidden), len(weight), hidden.device
+    operands, constants, options = head_launch(hidden, weight, shape, dependent)
+    tiles = cdiv(vocab, constants["BLOCK_N"])
+    values = torch.empty(rows, tiles, device=device)
+    indices = torch.empty(rows, tiles, device=device, dtype=torch.int32)
     state = temperature, seeds, positions
     strides = positions.stride(0), seeds.stride(0)
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
-    constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
-    _best_tokens_kernel[(cdiv(rows, block_m), tiles)](
-        hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
-    )
+    _best_tokens_kernel[(cdiv(rows, constants["BLOCK_M"]), tiles)](
+        *operands, *state, values, indices, *strides, rows, vocab, tiles, SAMPLED=sampled,
+        **constants, **options,
+    )  # fmt: skip
     return values, indices

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import AnyRows, QuantizedRows, RowFormat
+from rosellm.models.quantized import (
+    AnyRows,
+    AnyWeight,
+    QuantizedRows,
+    QuantizedWeight,
+    RowFormat,
+    parts_of_weight,
+)
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import silu
 from rosellm.roseinfer.kernels.quantize import empty_rows, store_codes
@@ -17,15 +25,26 @@ from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_kernel": "elementwise"}
 
 
-def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+def embed_ref(
+    *,
+    ids: Tensor,
+    positions: Tensor,
+    tokens: AnyWeight,
+    places: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the sum of token and position embeddings, ``[N, C]`` (torch reference).
 
     ids: ``[N]``, token ids.
     positions: ``[N]``; a negative one, of an inert row, counts as 0.
-    tokens: ``[V, C]``, the token embeddings.
+    tokens: ``[V, C]``, the token embeddings, or a ``QuantizedWeight``.
     places: ``[P, C]``, the position embeddings; None if the model has none, so that positions are ignored.
+    dtype: that of the embeddings, if tokens are quantised.
     """
-    return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
+    embedded = tokens[ids]
+    if isinstance(embedded, QuantizedWeight):
+        embedded = embedded.dequantized(cast(torch.dtype, dtype))
+    return embedded if places is None else embedded + places[positions.clamp_min(0)]
 
 
 def add_norm_ref(
@@ -68,10 +87,10 @@ def silu_mul_ref(*, x: Tensor) -> Tensor:
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
+    ids_ptr, positions_ptr, tokens_ptr, scales_ptr, places_ptr, out_ptr, id_stride, position_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Embed one token per program."""
+    """Embed one token per program. scales_ptr: the scales of quantised embeddings, or None."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -81,6 +100,9 @@ def _embed_kernel(
     if PLACES:
         position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
     embedded = tl.load(tokens_ptr + token * C + c, mask=inside).to(tl.float32)
+    if scales_ptr is not None:
+        embedded *= tl.load(scales_ptr + token)
+        embedded = embedded.to(out_ptr.dtype.element_ty).to(tl.float32)
     if PLACES:
         embedded += tl.load(places_ptr + position * C + c, mask=inside).to(tl.float32)
     tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
@@ -163,19 +185,20 @@ def _warps(width: int) -> int:
     return max(1, min(8, width // 256))
 
 
-def embed(*, ids, positions, tokens, places=None, dependent: int = False) -> Tensor:
+def embed(*, ids, positions, tokens, places=None, dtype=None, dependent: int = False) -> Tensor:
     """Embed tokens as :func:`embed_ref` does, in Triton.
 
     ids and positions are int32; tables are contiguous. dependent: the launch mode, as in ``launch_options``.
     """
     rows, width = len(ids), tokens.shape[1]
-    out = tokens.new_empty(rows, width)
+    tokens, scales = parts_of_weight(tokens)
+    out = torch.empty(rows, width, dtype=dtype or tokens.dtype, device=tokens.device)
     padded = next_power_of_2(width)
     strides = ids.stride(0), positions.stride(0)
     table, learned = tokens if places is None else places, places is not None
     options = {"num_warps": _warps(padded), **launch_options(dependent)}
     _embed_kernel[(rows,)](
-        ids, positions, tokens, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
+        ids, positions, tokens, scales, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
     )
     return out
 

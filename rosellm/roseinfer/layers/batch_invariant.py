@@ -137,24 +137,14 @@ class InvariantAppendAndAttend(AppendAndAttend):
         return str(DECODE)
 
 
-class InvariantChooser(FusedChooser):
-    """A :class:`FusedChooser` whose full logits, too, have a fixed summation order."""
-
-    def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
-        super().__init__(model, kernels, counts)
-        self.linear = kernels.some_rows_linear
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(x=hidden, weight=self.padded, parts=2).sum(dim=0)[:, : len(self.weight)]
-
-
 def invariant_chooser(model: Transformer, kernels: Kernels, counts: Tensor) -> Chooser:
+    """Return a chooser whose full logits, too, have a fixed summation order."""
+    weight, linear = model.lm_head.weight, kernels.some_rows_linear
     if kernels.name == "torch":
-        weight = model.lm_head.weight
-        return LogitsChooser(
-            lambda hidden: kernels.some_rows_linear(x=hidden, weight=weight), kernels, counts
-        )
-    return InvariantChooser(model, kernels, counts)
+        return LogitsChooser(lambda hidden: linear(x=hidden, weight=weight), kernels, counts)
+    return FusedChooser(
+        model, kernels, counts, lambda hidden: linear(x=hidden, weight=weight, parts=2).sum(dim=0)
+    )
 
 
 def invariant_layers(

@@ -11,15 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import AnyRows, QuantizedWeight, RowFormat, full
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.draw import draw, likeliest
 from rosellm.roseinfer.kernels.filtered_head import penalised_rows_ref
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.products import PackedLinear, can_pack
+from rosellm.roseinfer.layers.products import PackedLinear, can_pack, has_ring
 from rosellm.roseinfer.sampling import SamplingParams
 
 MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests of the modes before it
 FEW_ROWS, SOME_ROWS = 16, 64
+HEAD_DIGITS = 2  # codes of each hidden state
+Logits = Callable[[Tensor], Tensor]  # of final hidden states
 
 
 def mode_of(params: list[SamplingParams]) -> str:
@@ -38,7 +41,7 @@ class Chooser(ABC):
     logits: a function from hidden states to the full logits ``[n, V]``.
     """
 
-    logits: Callable[[Tensor], Tensor]
+    logits: Logits
 
     def mode(self, params: list[SamplingParams]) -> str:
         """Return the mode that can choose tokens for all requests with these parameters."""
@@ -67,7 +70,7 @@ class LogitsChooser(Chooser):
     counts: the table of ``TokenCounts``, with the tokens that penalised requests have seen.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: Tensor) -> None:
+    def __init__(self, logits: Logits, kernels: Kernels, counts: Tensor) -> None:
         self.logits, self.counts = logits, counts
         self.noise, self.count_tokens = kernels.gumbel_noise, kernels.count_tokens
 
@@ -85,16 +88,15 @@ class LogitsChooser(Chooser):
 class FusedChooser(Chooser):
     """A chooser whose head stores only the best token of each tile, and the logits of filtered rows.
 
-
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
-    request them, are fp32 sums, like the logits by which tokens are chosen. Their GEMM includes the head's
-    padding rows, whose logits are cut off: with GPT-2's odd vocabulary size alone, it could not use aligned
-    stores.
+    request them, are fp32 sums, like the logits by which tokens are chosen.
+
+    logits: a function from hidden states to the full logits.
     """
 
-    def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
-        self.kernels, self.counts = kernels, counts
-        self.weight, self.padded = model.lm_head.weight, model.padded_head
+    def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor, logits: Logits) -> None:
+        self.kernels, self.counts, self.logits = kernels, counts, logits
+        self.weight, self.rows = model.lm_head.weight, head_rows(model, kernels)
 
     def modes(self, rows: int) -> tuple[str, ...]:
         """Return only the modes whose kernels would take longer for requests of an earlier mode.
@@ -105,11 +107,8 @@ class FusedChooser(Chooser):
             return "drawn", "penalised"
         return ("drawn", "filtered", "penalised") if rows <= SOME_ROWS else MODES
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return fp32_product(hidden, self.padded)[:, : len(self.weight)]
-
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        kernels, head = self.kernels, {"hidden": hidden, "weight": self.weight}
+        kernels, head = self.kernels, {"hidden": self.rows(hidden), "weight": self.weight}
         if mode in ("greedy", "drawn"):
             drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
             return kernels.best_tokens(**head, **drawing, sampled=mode == "drawn")
@@ -160,6 +159,28 @@ def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
+def head_rows(model: Transformer, kernels: Kernels) -> Callable[[Tensor], AnyRows]:
+    """Return a function that prepares hidden states for the head: as for the layers, a ring needs codes."""
+    weight = model.lm_head.weight
+    if isinstance(weight, QuantizedWeight) and has_ring(model, kernels):
+        form = RowFormat(weight.form, HEAD_DIGITS)
+        return lambda hidden: kernels.quantize(x=hidden, form=form)
+    return lambda hidden: hidden
+
+
+def full_logits(model: Transformer, kernels: Kernels) -> Logits:
+    """Return a function from final hidden states to the logits of the model's head, as fp32 sums.
+
+    The GEMM of a head that is not quantised includes the padding rows, whose logits are cut off: with GPT-2's
+    odd vocabulary size alone, it could not use aligned stores.
+    """
+    weight, rows, linear = model.lm_head.weight, head_rows(model, kernels), kernels.some_rows_linear
+    if isinstance(weight, QuantizedWeight):
+        return lambda hidden: linear(x=rows(hidden), weight=weight, parts=2).sum(dim=0)
+    padded = model.padded_head
+    return lambda hidden: fp32_product(hidden, padded)[:, : len(weight)]
+
+
 def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor) -> Chooser:
     """Return the chooser for a recipe's ``head``, "logits" or "fused".
 
@@ -168,5 +189,5 @@ def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tenso
     if head == "logits":
         return LogitsChooser(model.logits, kernels, counts)
     if kernels.name == "torch" and can_pack(model):
-        return LogitsChooser(PackedLinear(model.lm_head.weight), kernels, counts)
-    return FusedChooser(model, kernels, counts)
+        return LogitsChooser(PackedLinear(full(model.lm_head.weight)), kernels, counts)
+    return FusedChooser(model, kernels, counts, full_logits(model, kernels))

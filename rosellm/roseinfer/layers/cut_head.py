@@ -5,21 +5,18 @@ A step gathers either each rank's best token or all logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.model import Transformer
+from rosellm.models.quantized import full
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.choosers import Chooser, LogitsChooser, fp32_product
+from rosellm.roseinfer.layers.choosers import Chooser, Logits, LogitsChooser, full_logits
 from rosellm.roseinfer.layers.products import PackedLinear, can_pack
 from rosellm.roseinfer.ranks.group import Ranks
-
-Logits = Callable[[Tensor], Tensor]
 
 
 class GatheredLogits:
@@ -93,6 +90,5 @@ def cut_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor,
     if head == "logits":
         return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
     if kernels.name == "torch" and can_pack(model):
-        return CutChooser(model, kernels, counts, PackedLinear(model.lm_head.weight), ranks)
-    weight, n_words = model.padded_head, len(model.words)
-    return CutChooser(model, kernels, counts, lambda hidden: fp32_product(hidden, weight)[:, :n_words], ranks)
+        return CutChooser(model, kernels, counts, PackedLinear(full(model.lm_head.weight)), ranks)
+    return CutChooser(model, kernels, counts, full_logits(model, kernels), ranks)

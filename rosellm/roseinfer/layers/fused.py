@@ -129,8 +129,9 @@ def norm_arguments(norm: nn.LayerNorm | nn.RMSNorm) -> dict[str, Any]:
 
 def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, positions: Tensor) -> Tensor:
     places = model.position_embedding
-    table = None if places is None else places.weight
-    return embed(ids=ids, positions=positions, tokens=model.token_embedding.weight, places=table)
+    table, tokens = None if places is None else places.weight, model.token_embedding.weight
+    dtype = {} if isinstance(tokens, Tensor) else {"dtype": model.dtype}
+    return embed(ids=ids, positions=positions, tokens=tokens, places=table, **dtype)
 
 
 def fastest_products(
@@ -172,8 +173,8 @@ def quantized_layers(
 ) -> Callable[[int], Layers]:
     """Return a function from a number of rows to the layers of a quantised model, on a GPU with a ring.
 
-    Up to ``FINE_ROWS`` rows, activations have two digits: there, reading the weights takes longer than the
-    second GEMM. With more rows, they have one.
+    Up to ``FINE_ROWS`` rows, or ``FEW_ROWS`` with weights of 4 bits, activations have two digits: there,
+    reading the weights takes longer than the second GEMM. With more rows, they have one.
 
     dequantized: layers with weights of 16 bits, which are faster for many rows if codes have 4 bits.
     """
@@ -188,7 +189,7 @@ def quantized_layers(
     wide, widest = (layers(1, ("up",)), layers(1, ALL)) if has_library else (coarse, coarse)
     if form == "int4":
         widest = dequantized
-    most = (FINE_ROWS, fine), (128, coarse), (256, wide)
+    most = (FEW_ROWS if form == "int4" else FINE_ROWS, fine), (128, coarse), (256, wide)
     return lambda rows: next((it for limit, it in most if rows <= limit), widest)
 
 

@@ -106,7 +106,8 @@ def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
 
 
 WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x_desc", "x_tiles", "delta_ptr"}
-WRITTEN |= {"new", "hidden_ptr", "hidden_tiles", "chosen_ptr", "best_ptr"}  # by the kernel before, or by this
+WRITTEN |= {"new", "hidden_ptr", "hidden_scales_ptr", "hidden_tiles"}  # by the kernel before, or by this
+WRITTEN |= {"chosen_ptr", "best_ptr"}
 IN_FLIGHT = {
     "_ring_kernel": "w_desc",
     "_grouped_ring_kernel": "scales_desc",

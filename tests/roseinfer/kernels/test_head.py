@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.quantized import CODES, QuantizedRows, RowFormat, full
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.head import best_tokens, best_tokens_ref
@@ -21,6 +22,7 @@ from tests.roseinfer.kernels.kernel_checks import (
     every_twin,
     guarded,
     normals,
+    quantized,
 )
 
 pytestmark = guarded
@@ -54,7 +56,13 @@ def make_case(
 
 def logits_of(case: dict) -> Tensor:
     """As fp32 sums: ``[M, V]``."""
-    return case["hidden"].float() @ case["weight"].float().t()
+    return full(case["hidden"]).float() @ full(case["weight"]).float().t()
+
+
+def quantised_case(case: dict, form: str, with_rows: bool) -> dict:
+    """The same with a head in 8 bits, and hidden states too, if ``with_rows``."""
+    hidden = QuantizedRows.of(case["hidden"], RowFormat(form, 2)) if with_rows else case["hidden"]
+    return case | {"hidden": hidden, "weight": quantized(case["weight"], form)}
 
 
 def scores_of(case: dict) -> Tensor:
@@ -69,13 +77,20 @@ def best_of_tiles(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return best, torch.where(values == best[:, None], indices, 2**31 - 1).amin(dim=1)
 
 
+def tolerance_of(case: dict) -> float:
+    """Sums of codes are as exact as of fp32; but tensor cores drop bits of those in FP8."""
+    if isinstance(case["hidden"], Tensor):
+        return TOLERANCE[case["hidden"].dtype]
+    return TOLERANCE[torch.float32 if case["weight"].form == "int8" else torch.float16]
+
+
 def assert_equals_spec(case: dict, **sampled: bool) -> None:
     """The same best value; the token is the spec's, or one as good to within rounding; tiles are in order."""
     expected, index = (x[:, 0] for x in best_tokens_ref(**case, **sampled))
     values, indices = best_tokens(**case, **sampled)
     assert values.shape == indices.shape and values.dtype == torch.float32 and indices.dtype == torch.int32
     scores = scores_of(case)
-    slack = TOLERANCE[case["hidden"].dtype] * scores.abs().amax(dim=1, keepdim=True)
+    slack = tolerance_of(case) * scores.abs().amax(dim=1, keepdim=True)
     assert ((scores.gather(1, indices.long()) - values).abs() <= slack).all()
     if indices.shape[1] > 1:
         assert (indices.diff(dim=1) > 0).all()
@@ -83,7 +98,7 @@ def assert_equals_spec(case: dict, **sampled: bool) -> None:
     assert ((best - expected).abs() <= slack[:, 0]).all()
     sure = scores.topk(2).values.diff(dim=1)[:, 0].abs() > 2 * slack[:, 0]
     assert torch.equal(token[sure], index[sure])
-    if case["hidden"].dtype == torch.float32:
+    if tolerance_of(case) < 1e-4:
         assert sure.float().mean() > 0.9
 
 
@@ -114,6 +129,17 @@ def test_the_kernel_equals_the_spec(rows, vocab, width, sampled, device, dtype):
     assert_equals_spec(case, sampled=sampled)
 
 
+@every_place
+@pytest.mark.parametrize("with_rows", [True, False], ids=["codes by codes", "codes by elements"])
+@pytest.mark.parametrize("form", CODES)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width"), [(1, 300, 768), (5, 129, 48), (17, 3, 16), (40, 101, 32), (70, 200, 96)]
+)
+def test_of_a_quantised_head_the_kernel_equals_the_spec(rows, vocab, width, form, with_rows, device, dtype):
+    case = make_case(rows, vocab, width, dtype, device, seed=rows)
+    assert_equals_spec(quantised_case(case, form, with_rows))
+
+
 @every_device
 def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
     case = make_case(4, 300, device=device, temperatures=[0.0])
@@ -139,8 +165,11 @@ def test_logits_are_compared_as_fp32_sums(dtype, kernels, device):
 @every_twin
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [None, *CODES])
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, temperature, kernels, device):
+def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(
+    form, bad, temperature, kernels, device
+):
     """NaN or +inf anywhere, or nothing but -inf; the other rows go on."""
     state = DeviceState(3, 4, torch.device(device))
     state.temperatures.fill_(temperature)
@@ -150,6 +179,8 @@ def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, tempe
     hidden, weight = torch.zeros(3, 32, device=device), torch.ones(150, 32, device=device)
     hidden[:, 0] = torch.tensor([1.0, bad, 2.0])
     weight[140, 0] = 0.5
+    if form is not None:
+        hidden, weight = kernels.quantize(x=hidden, form=RowFormat(form, 2)), quantized(weight, form)
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
     values, indices = kernels.best_tokens(hidden=hidden, weight=weight, **drawing)
     kernels.advance(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
@@ -171,8 +202,10 @@ def test_one_logit_that_is_not_a_number_is_noticed(kernels, device):
 @pytest.mark.gpu
 @every_gpu_place
 @pytest.mark.parametrize("sampled", [True, False])
-def test_the_kernel_equals_the_spec_at_a_real_size(sampled, device, dtype):
+@pytest.mark.parametrize("form", [None, *CODES])
+def test_the_kernel_equals_the_spec_at_a_real_size(form, sampled, device, dtype):
     temperatures = TEMPERATURES if sampled else [0.0]
     for rows in (1, 8, 64, 256):
         case = make_case(rows, 50257, 768, dtype, device, seed=rows, temperatures=temperatures)
+        case = case if form is None else quantised_case(case, form, dtype != torch.float32)
         assert_equals_spec(case, sampled=sampled)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rosellm.models.quantized import CODES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.norm import add_norm, add_norm_ref, embed_ref, silu_mul, silu_mul_ref
 from tests.helpers import random_model
@@ -54,10 +55,13 @@ def test_the_spec_of_the_embedding_is_the_models_own():
 
 
 @check.every_place
+@pytest.mark.parametrize("form", [None, *CODES])
 @pytest.mark.parametrize("has_places", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (7, 48), (3, 1000)])
-def test_the_embedding_kernel_equals_the_spec(rows, width, has_places, device, dtype):
+def test_the_embedding_kernel_equals_the_spec(rows, width, has_places, form, device, dtype):
     case = embed_case(rows, width, dtype, device)
+    if form is not None:
+        case |= {"tokens": check.quantized(case["tokens"], form), "dtype": dtype}
     if not has_places:
         case["places"] = None
         case["positions"].fill_(1 << 30)

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.model import Transformer
+from rosellm.models.quantized import CODES, QuantizedRows, RowFormat
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
 from rosellm.roseinfer.cache.token_counts import WORD_COLUMNS, entries_of
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import draw, penalised_ref
-from rosellm.roseinfer.kernels.table import TORCH
-from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
+from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser, build_chooser, full_logits
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from tests.helpers import random_model
+from tests.helpers import random_model, small_config
+from tests.roseinfer.kernels.kernel_checks import HOPPER, assert_near, every_twin
 
 WISHES = {
     "greedy": {"temperature": 0.0},
@@ -36,7 +39,8 @@ COUNTED = len(WISHES), VOCAB + WORD_COLUMNS
 
 
 def fused() -> FusedChooser:
-    return FusedChooser(MODEL, TORCH, torch.zeros(COUNTED, dtype=torch.int32))
+    counts = torch.zeros(COUNTED, dtype=torch.int32)
+    return FusedChooser(MODEL, TORCH, counts, full_logits(MODEL, TORCH))
 
 
 def of_logits() -> LogitsChooser:
@@ -96,3 +100,37 @@ def test_a_rows_token_is_the_draw_that_its_own_wish_specifies_whatever_shares_th
     for seed in range(20):
         for chooser in (fused(), of_logits()):
             assert choose(chooser, hidden, names, seed) == specified(hidden, names, seed)
+
+
+def quantised_model(form: str, device: str, dtype: torch.dtype, vocab_size: int) -> Transformer:
+    config = small_config(vocab_size=vocab_size, d_model=256, n_heads=4)
+    return Transformer.allocate(config, torch.device(device), dtype, quantization=form).initialise(0)
+
+
+@every_twin
+@pytest.mark.parametrize("form", CODES)
+@torch.inference_mode()
+def test_full_logits_of_a_quantised_head_are_the_models(form, kernels, device):
+    model = quantised_model(form, device, torch.float32, 5001)
+    hidden = torch.randn(9, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    assert_near(full_logits(model, kernels)(hidden), model.logits(hidden))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a ring, which Hopper GPUs have")
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("form", CODES)
+@torch.inference_mode()
+def test_with_a_ring_logits_and_choice_are_of_codes_of_two_digits(form, rows):
+    model = quantised_model(form, "cuda", torch.bfloat16, 50257)
+    hidden = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+    digits = QuantizedRows.of(hidden, RowFormat(form, 2)).dequantized()
+    expected = digits @ model.lm_head.weight.dequantized().t()
+    chooser = build_chooser("fused", model, TRITON, torch.zeros(1, 1, dtype=torch.int32, device="cuda"))
+    tolerance = {"int8": 1e-5, "fp8": 2e-3}[form]
+    assert_near(chooser.logits(hidden), expected, 5 * tolerance)
+    values, indices = chooser(hidden, DeviceState(rows, 3, torch.device("cuda")), "greedy")
+    best, tile = values.max(dim=1, keepdim=True)
+    assert_near(best, expected.amax(dim=1, keepdim=True), tolerance)
+    chosen = expected.gather(1, indices.gather(1, tile).long())
+    assert_near(chosen, expected.amax(dim=1, keepdim=True), 2 * tolerance)
