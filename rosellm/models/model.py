@@ -24,7 +24,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.part import ALIGNMENT, WHOLE, Part
 from rosellm.models.quantized import (
-    HEAD_FORMS,
+    HEAD_FORM,
     AnyWeight,
     QuantizedEmbedding,
     QuantizedProjection,
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
     words: the range of token ids whose logits :meth:`logits` computes; all of them in a whole model.
     cos_sin: cosines, then sines, of every position: ``[P, D]`` fp32; None with learned positions.
     quantization: the format of the layers' weights, a key of ``quantized.CODES``, or None. The head is then
-        quantised, too (``quantized.HEAD_FORMS``), and with it a tied embedding; but not if the checkpoint
+        quantised, too (``quantized.HEAD_FORM``), and with it a tied embedding; but not if the checkpoint
         itself is quantised.
     """
 
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
                 setattr(block, name, QuantizedProjection(weight, getattr(block, name).bias))
         if self.whole.quantization is None:
             n = self.config.vocab_size if self.config.tie_embeddings else len(self.words)
-            weight = empty_weight(n, self.config.d_model, HEAD_FORMS[form], device, dtype)
+            weight = empty_weight(n, self.config.d_model, HEAD_FORM, device, dtype)
             self.lm_head = QuantizedProjection(weight, None)
             if self.config.tie_embeddings:
                 self.token_embedding = QuantizedEmbedding(weight, dtype)

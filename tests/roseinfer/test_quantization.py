@@ -14,7 +14,7 @@ from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.quantized import CODES, HEAD_FORMS, WEIGHT_FORMS, QuantizedWeight, full, rounded_heads
+from rosellm.models.quantized import CODES, HEAD_FORM, WEIGHT_FORMS, QuantizedWeight, full, rounded_heads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import CPU, random_prompts
@@ -129,7 +129,7 @@ def test_a_model_of_every_family_is_quantised_as_it_is_made(form, monkeypatch):
             most = 0.21 if form == "int4" else 0.04
             assert (weight.dequantized() - whole.float()).abs().max() < most * whole.abs().max()
         head, whole = model.lm_head.weight, plain.lm_head.weight
-        assert head.form == HEAD_FORMS[form] and head.nbytes == whole.numel() + 4 * len(whole)
+        assert head.form == HEAD_FORM and head.nbytes == whole.numel() + 4 * len(whole)
         assert (head.dequantized() - whole.float()).abs().max() < 0.04 * whole.abs().max()
         table = model.token_embedding.weight
         assert table is head if arch.tie_embeddings else torch.equal(table, plain.token_embedding.weight)

@@ -96,14 +96,12 @@ def product_of_codes(
     weight_ptr, x_ptr, w_rows, N, M, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 products of a tile's rows of weight codes with M rows of codes, ``[ROWS, COLUMNS]``.
+    """Return the products of a tile's rows of weight codes with M rows of codes: fp32 ``[ROWS, COLUMNS]``.
 
-    The wide operand of ``wgmma`` is the weight, so that few rows of codes are not padded. Sums of integers
-    are exact. Of sums in FP8, tensor cores drop bits, so those over BLOCK_K are added up outside of them.
+    The wide operand of ``wgmma`` is the weight, so that few rows of codes are not padded.
     """
-    EXACT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     m = tl.arange(0, COLUMNS)
-    acc = tl.zeros((ROWS, COLUMNS), tl.int32 if EXACT else tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.int32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(
@@ -112,10 +110,7 @@ def product_of_codes(
             other=0.0,
         )
         x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
-        if EXACT:
-            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
-        else:
-            acc += tl.dot(w, x, max_num_imprecise_acc=BLOCK_K)
+        acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     return acc.to(tl.float32)
 
 

@@ -39,7 +39,7 @@ from rosellm.roseinfer.layers.products import (
     can_pack,
     can_scale,
     has_ring,
-    quantized_parts_of,
+    quantized_parts,
     ring_qkv_parts_of,
     tuned_or,
     whole_blocks,
@@ -216,7 +216,7 @@ def build_layers(
     adds_up = with_ring and is_stock(kernels, "append_and_attend")
     if model.quantization is not None:
         if with_ring:
-            parts = quantized_parts_of if adds_up else None
+            parts = quantized_parts(model.quantization) if adds_up else None
             layers = partial(quantized_layers, model, kernels, dequantized=library)
             return layers(qkv_parts=parts), layers(qkv_parts=None)
         few_rows = 0 if model.quantization == "int4" else FEW_ROWS

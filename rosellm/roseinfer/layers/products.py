@@ -313,7 +313,7 @@ class QuantizedProducts(SomeRowsProducts):
         library: Collection[str] = (),
         qkv_parts: Parts | None = None,
     ) -> None:
-        super().__init__(model, kernels, quantized_parts_of, qkv_parts)
+        super().__init__(model, kernels, quantized_parts(model.quantization), qkv_parts)
         self.form, self.library = form, library
         self.quantize = partial(kernels.quantize, form=form)
 
@@ -359,10 +359,15 @@ def ring_parts_of(rows: int, n: int, k: int) -> int:
     return (ring.parts_of if ring.takes(rows, k) else parts_of)(rows, n, k)
 
 
-def quantized_parts_of(rows: int, n: int, k: int) -> int:
-    """Return the number of ranges of K for a quantised weight, for the ring."""
-    programs = 3 if rows <= 32 else 1  # per multiprocessor, at most
-    return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_COLUMNS))
+def quantized_parts(form: str | None) -> Parts:
+    """Return a function that gives the number of ranges of K for weights of a format, for the ring."""
+
+    def parts(rows: int, n: int, k: int) -> int:
+        few = 6 if form == "int4" else 3  # programs per multiprocessor, at most
+        programs = few if rows <= 32 else 1
+        return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_COLUMNS))
+
+    return parts
 
 
 def tuned_or(parts: Parts) -> Parts:
