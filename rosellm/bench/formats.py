@@ -23,6 +23,7 @@ from rosellm.bench.record import check_writable, engine_facts, new_record, write
 from rosellm.bench.workloads import MODEL_WORKLOADS, Workload
 from rosellm.errors import OptionError, describe
 from rosellm.models.attention import CausalAttention
+from rosellm.models.calibration import calibrated, windows_of
 from rosellm.models.loading import arch_of, load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.quantized import CODES, WEIGHT_FORMS, QuantizedProjection, rounded_heads
@@ -43,6 +44,7 @@ FORMATS = (PLAIN, *WEIGHT_FORMS, *(KV + form for form in CODES))
 BLOCK = 64  # tokens of a KV block
 POSITIONS = 64  # of a bucket of KL divergences
 WINDOW = 512  # tokens, at most
+CALIBRATED, TEXTS = "int4, calibrated", 12  # on as many texts of training
 
 
 class Runs(NamedTuple):
@@ -184,13 +186,15 @@ def weight_bytes_of(model: Transformer) -> dict[str, int]:
 def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str | None]]) -> dict[str, Any]:
     """Return each format's perplexity on held-out text, and its mean KL divergence from fp32 by position.
 
-    Activations are in fp32; further entries for quantised weights round them to two digits or to one.
+    Activations are in fp32; further entries for quantised weights round them to two digits or to one. For
+    "int4" there are those of a calibrated model, too.
     """
     load = {"device": given.device, "dtype": "float32", "load_format": given.load_format}
     exact, tokenizer = load_parts(given.model, **load)
     assert isinstance(tokenizer, Tokenizer)
     length = min(WINDOW, exact.config.n_positions)
-    stream = token_stream(read_corpus().validation, tokenizer, exact.device)
+    corpus = read_corpus()
+    stream = token_stream(corpus.validation, tokenizer, exact.device)
     windows = [stream[i * length : (i + 1) * length + 1] for i in range(given.windows)]
     windows = [window for window in windows if len(window) == length + 1]
     models: dict[str | None, Transformer] = {None: exact}
@@ -199,6 +203,10 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
             models[weights], _ = load_parts(given.model, **load, quantization=weights)
     found: dict[str, dict[str, Any]] = {}
     expected = [log_probabilities(exact, window) for window in windows]
+    if "int4" in models:
+        texts = [source.text[:9000] for source in corpus.train[:: len(corpus.train) // TEXTS]]
+        models[CALIBRATED] = calibrated(exact, windows_of(texts, tokenizer, length), exact.device)
+        formats = formats | {CALIBRATED: (CALIBRATED, None)}
     for name, (weights, heads) in ({PLAIN: (None, None)} | formats).items():
         for digits in (None, 2, 1) if weights else (None,):
             key = name if digits is None else f"{name}, activations of {digits} digit{'s' * (digits > 1)}"

@@ -31,7 +31,7 @@ SLICE = 1 << 20  # elements of a weight that are rounded to 4 bits at a time, in
 MULTIPLE = 16  # of inputs and outputs
 HEAD_FORM = "int8"  # of the LM head, whose sums decide which token is chosen: those of integers are exact
 AT_ONCE = 4096  # rows of a weight that are quantised or dequantised together
-QUANTIZATION = "quantise the weights of all layers to 8 or 4 bits, and the LM head to 8"
+QUANTIZATION = "quantise the weights of layers and LM head"
 KV_DTYPE = "quantise keys and values to 8 bits"
 
 

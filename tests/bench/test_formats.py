@@ -35,6 +35,7 @@ def test_the_record_has_speed_size_and_quality_of_every_format(tmp_path, capsys)
         one, two = (quality[f"{form}, activations of {n}"]["kl"] for n in ("1 digit", "2 digits"))
         assert 0.98 * quality[form]["kl"] < two < one
     assert quality[PLAIN]["kl"] == 0 and quality["int8"]["kl"] < quality["fp8"]["kl"] < quality["int4"]["kl"]
+    assert 0 < quality["int4, calibrated"]["kl"] < 0.8 * quality["int4"]["kl"]
     assert 0 < quality["kv-int8"]["kl"] < quality["kv-fp8"]["kl"] < quality["int8+kv-int8"]["kl"] + 0.01
     assert "KL divergence" in capsys.readouterr().out
 
