@@ -39,6 +39,7 @@ from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.roseinfer.kernels.quantize import round_heads
 from rosellm.roseinfer.kernels.tile_tables import best
+from rosellm.roseinfer.kernels.wide_prefixes import widen
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
@@ -261,11 +262,11 @@ def _harmless(k, v):
 
 @triton.jit(
     do_not_specialize=["tiles_stride", "table_stride"],
-    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr", "firsts_ptr"],
 )
 def _prefill_attention_kernel(
-    out_ptr, partial, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr,
-    tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_ptr, partial, new, k_new, v_new, cache, k_cached, v_cached, firsts_ptr, table_ptr, table_stride,
+    tiles_ptr, tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr, DRAFTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -279,6 +280,8 @@ def _prefill_attention_kernel(
     If ``partial`` is given, the keys before a tile may be split among several programs, in whole tiles of
     keys. Each program processes the cached keys of its share; the last program also processes all other keys,
     and it alone stores the new ones.
+
+    If ``firsts_ptr`` is given, k_cached and v_cached are copies of prefixes in the model's dtype.
 
     DRAFTS: whether new tokens are drafts, some of which will be refused.
     """
@@ -297,6 +300,9 @@ def _prefill_attention_kernel(
     launch_dependents(DEPENDENT)
     if n_rows == 0:
         return
+    copied = 0
+    if firsts_ptr is not None:
+        copied = tl.load(firsts_ptr + table_row)
     table_ptr += table_row * table_stride
 
     i = tl.arange(0, ROWS) % BLOCK_M
@@ -327,6 +333,9 @@ def _prefill_attention_kernel(
     for begin in range(begin_cached, end_cached, BLOCK_N):
         if k_cached is None:
             loaded = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
+        elif firsts_ptr is not None:
+            place = [copied + begin, kv_head * shape.D]
+            loaded = k_cached.load(place), v_cached.load(place)
         else:
             row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
             loaded = k_cached.load([row, 0]), v_cached.load([row, 0])
@@ -385,7 +394,8 @@ def prefill_attention(
     q, k_new, v_new: may be slices of a fused projection (strided rows, contiguous ``[H, D]``; k_new and v_new
         with one stride).
     k_cache_layer, v_cache_layer: contiguous. No two new tokens may share a slot, and no new token may use a
-        slot of a prefix that is read. If they are quantised, another kernel rounds k_new and v_new in place.
+        slot of a prefix that is read. If they are quantised, other kernels round k_new and v_new in place,
+        and copy ``tiles.prefixes``.
     block_table: each row is contiguous.
     tiles: like block_table, written at least two kernels earlier.
     scale: must be positive.
@@ -404,8 +414,6 @@ def prefill_attention(
     if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.are_drafts):
         raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
     out = q.new_empty(q.shape)
-    if isinstance(k_cache_layer, QuantizedHeads):
-        round_heads(k=k_new, v=v_new, dtype=k_cache_layer.codes.dtype, dependent=dependent)
     partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None
     table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
     together = math.gcd(heads, shape.GROUP)
@@ -417,12 +425,18 @@ def prefill_attention(
     }
     blocks["DRAFTS"] = tiles.are_drafts
     copied = _described(new.k, new.v, block_n, shape)
-    cached = None, None
+    cached, firsts = (None, None), None
     if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
         cached = described_rows(cache, block_n)
+    if isinstance(k_cache_layer, QuantizedHeads):
+        round_heads(k=k_new, v=v_new, dtype=k_cache_layer.codes.dtype, dependent=dependent)
+        if tiles.prefixes is not None:
+            firsts, ids = tiles.prefixes
+            wide = widen(cache=cache, shape=shape, blocks=ids, dtype=q.dtype, dependent=dependent)
+            cached = _described(*wide, block_n, shape)
     _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
-        out, partial, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
-        **blocks, num_warps=num_warps, num_stages=num_stages, **launch_options(dependent),
+        out, partial, new, *copied, cache, *cached, firsts, *table, *columns, scale * LOG2_E, shape,
+        together, **blocks, num_warps=num_warps, num_stages=num_stages, **launch_options(dependent),
     )  # fmt: skip
     if partial is not None:
         combine_tiles(out, partial, tiles, dependent)

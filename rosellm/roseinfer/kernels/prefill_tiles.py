@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rosellm.roseinfer.kernels.wide_prefixes import Prefixes
+
 SECTION_TOKENS = 4096  # 16 MiB of 16-bit keys and values for 8 heads of size 128
 COLUMNS = 8  # integers that describe one program
 LONG_PREFIX = 1024  # cached tokens; below it, combining pieces costs more than it saves
@@ -33,12 +35,15 @@ class Tiles:
     in_pieces: whether a program may compute only one piece of its tile; False if every tile is a single
         piece.
     are_drafts: whether every sequence is a single tile, of its last token and drafts.
+    prefixes: the cached prefixes that are copied in the model's dtype first if the cache is quantised; None
+        reads the codes in each program.
     """
 
     columns: Tensor
     size: int
     in_pieces: bool = False
     are_drafts: bool = False
+    prefixes: Prefixes | None = None
 
 
 def pieces_for(

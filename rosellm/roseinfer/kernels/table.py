@@ -39,6 +39,7 @@ from rosellm.roseinfer.kernels import (
     rotary,
     speculation,
     verify_attention,
+    wide_prefixes,
 )
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
@@ -59,8 +60,10 @@ LAYERS = (
 )
 RINGS = ring, grouped_ring, ring_attention
 DRAFTS = speculation, verify_attention
-OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties, prefill, prefill_pieces
-ROLES = {name: role for source in (*LAYERS, *RINGS, *DRAFTS, *OTHERS) for name, role in source.ROLES.items()}
+PREFILLS = prefill, prefill_pieces, wide_prefixes
+OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties
+GROUPS = LAYERS, RINGS, DRAFTS, PREFILLS, OTHERS
+ROLES = {name: role for sources in GROUPS for source in sources for name, role in source.ROLES.items()}
 
 
 @dataclass(frozen=True)

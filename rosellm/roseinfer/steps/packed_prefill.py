@@ -11,15 +11,18 @@ from torch import Tensor
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.models.quantized import QuantizedHeads
+from rosellm.roseinfer.cache.device_state import FIELDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import Tiles
+from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, Tiles
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.wide_prefixes import MOST_TOKENS, Prefixes, prefix_words
 from rosellm.roseinfer.layers.choosers import NextTokens
 from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape, inert_words
+from rosellm.triton_or_none import next_power_of_2
 
 
 class PackedPrefill:
@@ -51,6 +54,7 @@ class PackedPrefill:
         self.rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         self._staging = StagingBuffer(state.rows.device, torch.int32)
         self.spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
+        self._most_copied = self._copied_blocks()
 
     def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> tuple[Tensor, Tensor | None]:
         """Cache the tokens described by ``words``, choose first tokens, and return final hidden states.
@@ -62,6 +66,7 @@ class PackedPrefill:
         ``mode`` is None.
         """
         inputs = PromptInputs.of(self.send(words), shape)
+        inputs = inputs._replace(prefixes=self._prefixes(words, shape))
         hidden = self.layers(inputs)
         return hidden, None if mode is None else self.first_tokens(inputs, hidden, mode)
 
@@ -74,11 +79,12 @@ class PackedPrefill:
         return []
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """Return one function, which runs a prefill of ``n_tokens`` padding tokens in every mode.
+        """Return functions that run a prefill of ``n_tokens`` padding tokens in every mode.
 
-        It compiles the kernels of such a prefill and takes as much memory as a real one.
+        They compile the kernels of such a prefill and take as much memory as a real one: the second copies as
+        many blocks of quantised prefixes as a prefill may.
         """
-        return [partial(self._rehearse, n_tokens)]
+        return [partial(self._rehearse, n_tokens, n) for n in sorted({0, self._most_copied})]
 
     def inert(self, shape: Shape) -> np.ndarray:
         """Return inputs ``[shape.words]`` with which a prefill writes nothing but the spare state row."""
@@ -106,7 +112,7 @@ class PackedPrefill:
 
         in_pieces: whether the keys of tiles may be split into pieces.
         """
-        tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces), self.model.config
+        tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces, prefixes=inputs.prefixes), self.model.config
         table = self.state.of(inputs.rows).table
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,9 +149,40 @@ class PackedPrefill:
         return chosen
 
     @torch.inference_mode()
-    def _rehearse(self, n_tokens: int) -> None:
+    def _rehearse(self, n_tokens: int, n_copied: int) -> None:
         shape = Shape(n_tokens, 1, min(n_tokens, self.spare), self.row_words)
         inputs = PromptInputs.of(self.send(self.inert(shape)), shape)
+        if n_copied:
+            zeros = inputs.ids.new_zeros(shape.places + n_copied)
+            inputs = inputs._replace(prefixes=Prefixes.of(zeros, shape.places))
         hidden = self.layers(inputs)
         for mode in self.next_tokens.chooser.modes(shape.places):
             self.first_tokens(inputs, hidden, mode)
+
+    def _copied_blocks(self) -> int:
+        """Return how many blocks of quantised prefixes a prefill may copy in the model's dtype.
+
+        It is 0 unless prefixes can be long and TMA can load their copies, and 0 for a model with a window,
+        whose tokens attend to few blocks of a long prefix.
+        """
+        config, (places, width), size = self.model.config, self.state.table.shape, self.blocks.block_size
+        loadable = self.model.dtype.itemsize == 2 and config.head_dim == next_power_of_2(config.head_dim)
+        is_long = config.window is None and width * size > LONG_PREFIX
+        if not (isinstance(self.blocks.k_cache, QuantizedHeads) and loadable and is_long):
+            return 0
+        return min(MOST_TOKENS // size, places * width)
+
+    def _prefixes(self, words: np.ndarray, shape: Shape) -> Prefixes | None:
+        """Return the cached prefixes to copy, on the device; None if all are short, or they are too many.
+
+        words: the inputs ``[shape.words]``.
+        """
+        inputs = PromptInputs.of(words, shape)
+        if not self._most_copied or inputs.columns[4].max() < LONG_PREFIX:
+            return None
+        starts = np.zeros(len(inputs.rows), np.int32)
+        starts[inputs.columns[5]] = inputs.columns[4]
+        copied = prefix_words(starts, inputs.rows[:, FIELDS:], self.blocks.block_size)
+        if len(copied) > len(starts) + self._most_copied:
+            return None
+        return Prefixes.of(self.send(copied), len(starts))

@@ -14,6 +14,7 @@ from torch import Tensor
 from rosellm.roseinfer.cache.device_state import FIELDS, INERT, POSITION
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
+from rosellm.roseinfer.kernels.wide_prefixes import Prefixes
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.planner import write_tables
 
@@ -157,6 +158,10 @@ class PromptInputs(NamedTuple, Generic[A]):
 
     columns: ``[COLUMNS, T]``.
 
+    Not part of the buffer:
+
+    prefixes: as in ``Tiles``.
+
     Padding is inert: tiles of no tokens, tokens at position -1, and places whose slot is the state's spare
     row. Each part starts at a multiple of 16 bytes, whatever the shape, because Triton recompiles a kernel
     when the alignment of a pointer changes.
@@ -168,6 +173,7 @@ class PromptInputs(NamedTuple, Generic[A]):
     ids: A
     positions: A
     columns: A
+    prefixes: Prefixes | None = None
 
     @classmethod
     def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
