@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from rosellm.models.quantized import CODES, QuantizedHeads, full, rounded_heads
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan
+from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT, layer_arguments
 from rosellm.roseinfer.kernels.prefill import prefill_attention_ref
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from rosellm.roseinfer.kernels.wide_prefixes import Prefixes, prefix_words, widen, widen_ref
 from tests.helpers import DTYPES, INTERPRETED, ON_GPU
 from tests.roseinfer.kernels import kernel_checks as check, test_attention, test_prefill
 from tests.roseinfer.kernels.paged_cases import CACHES, attention_by_loops
@@ -23,6 +26,7 @@ PLACES = [
     *(pytest.param(*INTERPRETED.values, "int8", dtype) for dtype in check.EXACT_IN_INTERPRETER),
     *(pytest.param("cuda", form, dtype, marks=ON_GPU.marks) for form in CODES for dtype in DTYPES),
 ]
+IN_16_BITS = [place for place in PLACES if place.values[2] != torch.float32]
 every_format = pytest.mark.parametrize(("device", "form", "dtype"), PLACES)
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # a key may be rounded otherwise
 
@@ -133,13 +137,61 @@ def test_values_of_any_size_are_read_and_what_is_not_finite_stays_so(largest, de
     assert finite.all() == torch.tensor(largest).isfinite()
 
 
+def with_copies(case: dict, starts: list[int]) -> dict:
+    """A copy of the case, in which prefill attention copies the prefixes in the dtype of q first."""
+    table, rows = case["block_table"].cpu(), torch.tensor(test_prefill.rows_of(starts))
+    cached = torch.zeros(len(table), dtype=torch.int64).index_put_((rows,), torch.tensor(starts))
+    words = prefix_words(cached.numpy(), table.numpy(), case["k_cache_layer"].shape[2])
+    prefixes = Prefixes.of(torch.from_numpy(words).to(case["q"].device), len(table))
+    return copied(case) | {"tiles": replace(case["tiles"], prefixes=prefixes)}
+
+
 @every_format
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size", "window"),
-    [(1, 20, 8, None), (2, 64, 64, None), (4, 128, 64, None), (2, 16, 16, 20)],
+    [(1, 20, 8, None), (2, 64, 64, None), (4, 128, 64, None), (2, 16, 16, 20), (2, 32, 24, None)],
 )
-def test_prefill_attention_equals_the_spec(group, head_dim, block_size, window, device, form, dtype):
+def test_prefill_attention_equals_the_spec_with_and_without_copies_of_prefixes(
+    group, head_dim, block_size, window, device, form, dtype
+):
     sizes = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     sizes |= {"dtype": dtype, "device": device, "window": window}
-    case = quantised(test_prefill.make_case([0, 5, 64, 150], [64, 65, 1, 70], **sizes), form)
+    starts, counts = [0, 5, 64, 150], [64, 65, 1, 70]
+    case = quantised(test_prefill.make_case(starts, counts, **sizes), form)
+    if window is None:
+        copies = with_copies(case, starts)
+        assert_equals_spec("prefill_attention", copies)
     assert_equals_spec("prefill_attention", case)
+    if window is None:
+        for name in CACHES:
+            assert torch.equal(case[name].codes.float(), copies[name].codes.float())
+            assert torch.equal(case[name].scales.nan_to_num(-1), copies[name].scales.nan_to_num(-1))
+
+
+@pytest.mark.parametrize(("device", "form", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize(("head_dim", "block_size", "pieces"), [(64, 64, None), (32, 24, [1, 2, 3, 1])])
+def test_copies_of_prefixes_give_the_bits_of_a_cache_in_16_bits(
+    head_dim, block_size, pieces, device, form, dtype
+):
+    sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
+    starts, counts = [0, 64, 192, 128], [64, 65, 1, 70]
+    made = test_prefill.make_case(starts, counts, pieces=pieces, **sizes, dtype=dtype, device=device)
+    copies = with_copies(quantised(made, form), starts)
+    plain = copies | {name: full(copies[name]).to(dtype) for name in CACHES}
+    found = TRITON.prefill_attention(**copies)  # rounds the new keys and values in place
+    assert torch.equal(found, TRITON.prefill_attention(**plain))
+
+
+@every_format
+@pytest.mark.parametrize(("n_heads", "head_dim", "block_size"), [(1, 20, 8), (3, 64, 24), (2, 128, 64)])
+def test_copied_blocks_equal_the_spec(n_heads, head_dim, block_size, device, form, dtype):
+    sizes = {"n_heads": n_heads, "n_kv_heads": n_heads, "head_dim": head_dim, "block_size": block_size}
+    case = quantised(test_prefill.make_case([150], [1], **sizes, dtype=dtype, device=device), form)
+    caches = [case[name] for name in CACHES]
+    for cache in caches:
+        cache.scales.nan_to_num_(1e-3)
+    _, paged, shape = layer_arguments(case["q"], case["k_new"], case["v_new"], *caches, SMALLEST_DOT)
+    blocks = case["block_table"][1, :2].flip(0)
+    copies = widen(cache=paged, shape=shape, blocks=blocks, dtype=dtype)
+    for found, cache in zip(copies, caches, strict=True):
+        assert torch.equal(found, widen_ref(cache=cache, blocks=blocks))
