@@ -17,7 +17,8 @@ from rosellm.models.model import Transformer
 from rosellm.models.quantized import CODES, HEAD_FORM, WEIGHT_FORMS, QuantizedWeight, full, rounded_heads
 from rosellm.models.weights import dummy_model, save_model
 from rosellm.roseinfer.engine import Engine
-from tests.helpers import CPU, random_prompts
+from rosellm.roseinfer.kernels.wide_prefixes import widen
+from tests.helpers import CPU, INTERPRETED, decode_all, greedy_sequences, random_prompts
 from tests.roseinfer.ranks import tokens_of
 
 PROMPTS = random_prompts([1, 70, 7, 33, 16], vocab_size=4096)
@@ -30,6 +31,8 @@ WAYS = [
     *({"speculation": "ngram"}, {"speculation": "draft", "prefix_cache": True}),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+INT8_INTERPRETED = pytest.param(*INTERPRETED.values, "int8", marks=INTERPRETED.marks)
+FP8_ON_GPU = pytest.param("cuda", "fp8", marks=pytest.mark.gpu)
 
 
 def save_untied(model: str, folder: Path) -> None:
@@ -97,6 +100,33 @@ def test_every_step_attends_to_rounded_keys_and_values(model, form, device):
         llm = LLM(model, kv_cache_dtype=form, **options)
         found = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [one.outputs[0].token_ids for one in found] == expected, way
+
+
+@pytest.mark.parametrize(("device", "form"), [INT8_INTERPRETED, FP8_ON_GPU])
+def test_chunks_in_16_bits_attend_to_copies_of_long_prefixes_unless_they_are_too_many(
+    device, form, monkeypatch
+):
+    n_copied = []
+
+    def widen_and_count(*, blocks, **rest):
+        n_copied.append(len(blocks))
+        return widen(blocks=blocks, **rest)
+
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill.widen", widen_and_count)
+    monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.CAPTURED_TOKENS", 1)
+    monkeypatch.setattr("rosellm.roseinfer.steps.packed_prefill.LONG_PREFIX", 48)
+    monkeypatch.setattr("rosellm.roseinfer.steps.packed_prefill.MOST_TOKENS", 112)
+    plain, tokenizer = load_parts("rose-tiny", device, "float16")
+    options = {"recipe": "fused_append", "kernels": "triton", "block_size": 16, "warm_up": False}
+    engine = Engine(plain, tokenizer, kv_cache_dtype=form, **SIZES | options)
+    prompts = random_prompts([70, 90, 60], vocab_size=4096)
+    sequences = greedy_sequences(engine, prompts, 3)
+    for counts in ([20, 48, 10], [20, 10, 10], [10, 10, 20]):
+        engine.begin_prefill(sequences, counts)
+    assert n_copied == [2 + 3 + 1] * plain.config.n_layers  # then 40 + 58 + 20 tokens are in 3 + 4 + 2 blocks
+    engine.begin_prefill(sequences)
+    expected = [tokens_with_rounded_heads(plain, one, 3, form) for one in prompts]
+    assert decode_all(engine, sequences) == expected
 
 
 @pytest.mark.parametrize("form", CODES)

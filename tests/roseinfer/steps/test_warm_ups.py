@@ -26,6 +26,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.steps import step as step_module
+from rosellm.triton_or_none import TensorDescriptor
 from tests import helpers
 from tests.fake_memory import FakeMemory
 from tests.helpers import MODERN, ON_GPU, random_model, random_prompts, small_config, small_engine
@@ -50,6 +51,8 @@ def specialisation(value: object) -> object:
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, tuple):
         return tuple(map(specialisation, value))
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
     return (value == 1, value % 16 == 0) if type(value) is int else value
 
 
@@ -62,15 +65,20 @@ def launches(monkeypatch) -> list[Launch]:
         constants = {name: value for name, value in options.items() if isinstance(value, int)}
         others = {name: specialisation(options[name]) for name in options.keys() - constants.keys()}
         named = sorted((name, str(value)) for name, value in (constants | others).items())
-        noted.append((kernel.__name__, tuple(map(specialisation, arguments)), tuple(named)))
+        alike = kernel.kwargs["do_not_specialize"] or ()
+        pairs = zip(kernel.arg_names, arguments, strict=False)
+        kinds = (specialisation(value) for name, value in pairs if name not in alike)
+        noted.append((kernel.__name__, tuple(kinds), tuple(named)))
 
     monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", note)
     return noted
 
 
-def engine_of(rung: str, family: str) -> Engine:
+def engine_of(rung: str, family: str, form: str = "auto") -> Engine:
+    """In fp32, or in fp16 if keys and values are quantised in a form."""
     config = small_config(**FAMILIES[family], eos_token_ids=(3, 5, 7))
-    return small_engine(random_model(0, config), recipe=rung, kernels="triton", warm_up=False)
+    model = random_model(0, config) if form == "auto" else random_model(0, config).half()
+    return small_engine(model, recipe=rung, kernels="triton", kv_cache_dtype=form, warm_up=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,21 +131,25 @@ def test_on_a_gpu_a_warm_up_compiles_then_runs_and_rehearses_prefills_unless_row
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
-    captured, launches, monkeypatch, family, seed
+@pytest.mark.parametrize(("form", "seed"), [*(("auto", seed) for seed in range(4)), ("int8", 4)])
+def test_prefills_too_large_to_be_captured_launch_what_was_rehearsed(
+    captured, launches, monkeypatch, family, form, seed
 ):
     for module in ("engine", "steps.captured_prefill"):
-        monkeypatch.setattr(f"rosellm.roseinfer.{module}.CAPTURED_TOKENS", 512)
-    engine, draw = engine_of(BEST_RUNG, family), random.Random(seed)
+        monkeypatch.setattr(f"rosellm.roseinfer.{module}.CAPTURED_TOKENS", 256)
+    monkeypatch.setattr("rosellm.roseinfer.steps.packed_prefill.LONG_PREFIX", 20)
+    engine, draw = engine_of(BEST_RUNG, family, form), random.Random(seed)
     with torch.inference_mode():
         for run in engine.step.rehearsals(engine._rehearsed_tokens) + engine.step.warm_ups():
             run()
         rehearsed = set(launches)
         launches.clear()
-        prompts = random_prompts([draw.randint(33, 60) for _ in range(16)], seed=seed)
-        engine.begin_prefill(helpers.greedy_sequences(engine, prompts, 4))
+        prompts = random_prompts([draw.randint(40, 60) for _ in range(16)], seed=seed)
+        sequences = helpers.greedy_sequences(engine, prompts, 4)
+        engine.begin_prefill(sequences, [draw.randint(17, 22) for _ in sequences])
+        engine.begin_prefill(sequences)
     assert launches and set(launches) <= rehearsed
+    assert ("_widen_kernel" in {name for name, _, _ in launches}) == (form == "int8")
 
 
 def test_log_probabilities_of_16_bit_logits_are_captured_too(captured):
