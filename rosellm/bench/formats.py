@@ -204,7 +204,7 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
     found: dict[str, dict[str, Any]] = {}
     expected = [log_probabilities(exact, window) for window in windows]
     if "int4" in models:
-        texts = [source.text[:9000] for source in corpus.train[:: len(corpus.train) // TEXTS]]
+        texts = [source.text[:9000] for source in corpus.train[:: max(1, len(corpus.train) // TEXTS)]]
         models[CALIBRATED] = calibrated(exact, windows_of(texts, tokenizer, length), exact.device)
         formats = formats | {CALIBRATED: (CALIBRATED, None)}
     for name, (weights, heads) in ({PLAIN: (None, None)} | formats).items():
