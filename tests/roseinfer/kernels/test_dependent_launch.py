@@ -36,10 +36,10 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 KERNELS |= {"_match", "_expand", "_choose", "_accept", "_uncached"}
 KERNELS |= {"_copy_counts", "_count_drafts"}
 OF_CAPABILITY = {
-    89: {"_dequantize", "_round_heads"},
+    89: {"_dequantize", "_round_heads", "_widen"},
     90: {"_ring", "_grouped_ring", "_ring_attention", "_verify_attention", "_quantize", "_round_heads"},
 }
-OF_CAPABILITY[90] |= {"_dequantize_groups"}
+OF_CAPABILITY[90] |= {"_dequantize_groups", "_widen"}
 ORDINARY = {"_dequantize_groups_kernel"}  # before a GEMM by the vendor's library
 RELEASE_FIRST = {"_add_norm_kernel", "_quantize_kernel"}
 
