@@ -69,8 +69,10 @@ def unpacked(pairs, codes: tl.constexpr, dtype: tl.constexpr):
     FROM_INT8: tl.constexpr = INT8_TO_FP16 if dtype == tl.float16 else INT8_TO_BF16
     FROM_FP8: tl.constexpr = FP8_TO_FP16 if dtype == tl.float16 else FP8_TO_BF16
     TEXT: tl.constexpr = FROM_INT8 if codes == tl.int8 else FROM_FP8
-    kinds: tl.constexpr = (tl.int16, tl.int16)
-    low, high = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [pairs], dtype=kinds, is_pure=True, pack=2)
+    both = tl.inline_asm_elementwise(
+        TEXT, "=r,=r,r", [pairs], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+    )
+    low, high = both
     return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
 
