@@ -1,4 +1,4 @@
-"""Weights, keys and values of 8 bits: rounded ones, planted outliers, and what the bytes promise."""
+"""Weights, keys and values of fewer bits: rounded ones, planted outliers, and what the bytes promise."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from rosellm.models.model import Transformer
 from rosellm.models.quantized import (
     CODES,
     LARGEST,
+    WEIGHT_FORMS,
     QuantizedProjection,
     QuantizedWeight,
+    bytes_per_weight,
     empty_weight,
     nearest,
 )
@@ -47,7 +49,7 @@ def held_out(tokenizer: Tokenizer, device: torch.device, count: int) -> list[Ten
 
 
 def quantized(weight: Tensor, form: str, per: str = "output") -> QuantizedWeight:
-    """A weight in 8 bits, with one scale per output or, per "tensor", the largest of these for all."""
+    """A quantised weight; of 8 bits, with one scale per output or, per "tensor", the largest of these."""
     found = empty_weight(*weight.shape, form, weight.device, weight.dtype).copy_(weight)
     if per == "tensor":
         found.scales.fill_(weight.abs().max().item() / LARGEST[CODES[form]])
@@ -56,7 +58,7 @@ def quantized(weight: Tensor, form: str, per: str = "output") -> QuantizedWeight
 
 
 def rounded(model: Transformer, form: str, per: str = "output", digits: int | None = None) -> Transformer:
-    """A copy of a model whose layers have weights of 8 bits; ``digits`` as in ``QuantizedProjection``."""
+    """A copy of a model whose layers have quantised weights; ``digits`` as in ``QuantizedProjection``."""
     copy = deepcopy(model)
     for block in copy.blocks:
         for name in copy.config.shapes:
@@ -185,17 +187,21 @@ def millinats_of_heads(exact: Transformer, windows: list[Tensor], rounded_to: Ro
     return 1000 * total / len(windows)
 
 
-def step_bytes(name: str, workload: str, bits: int) -> float:
-    """What a mean step of a workload reads: layers and head in ``bits`` bits, keys and values in 16."""
+def step_bytes(name: str, workload: str, form: str | None) -> float:
+    """What a mean step of a workload reads: layers in a format, the head in 8 bits, keys and values in 16.
+
+    Without a format, all has 16 bits.
+    """
     arch, load = SHAPES[name], MODEL_WORKLOADS[workload]
-    matrices = arch.n_layers * sum(n * k for n, k in arch.shapes.values()) + arch.vocab_size * arch.d_model
+    layers, head = arch.n_layers * sum(n * k for n, k in arch.shapes.values()), arch.vocab_size * arch.d_model
     cached = load.max_batch_size * load.mean_context * arch.kv_bytes_per_token(2)
-    return matrices * bits / 8 + 2 * (arch.n_step_parameters - matrices) + cached
+    wide = 2 * arch.n_step_parameters + cached
+    return wide if form is None else wide - head - layers * (2 - bytes_per_weight(form, torch.bfloat16))
 
 
-def promised(name: str, workload: str) -> float:
+def promised(name: str, workload: str, form: str = "fp8") -> float:
     """How many times as fast steps are, if they take as long as their bytes do."""
-    return step_bytes(name, workload, 16) / step_bytes(name, workload, 8)
+    return step_bytes(name, workload, None) / step_bytes(name, workload, form)
 
 
 def kv_bytes(name: str, is_quantized: bool) -> int:
@@ -214,12 +220,11 @@ def promised_with_heads(results: Results, name: str, workload: str) -> float:
     new = ((load.min_new_tokens or load.max_new_tokens) + load.max_new_tokens) / 2
     prompt = ((load.min_prompt_tokens or load.prompt_tokens or 0) + (load.prompt_tokens or 0)) / 2
     seconds = []
-    for bits, form in ((16, "none"), (8, "fp8")):
-        speed = figures["tokens"]["PRE"] / median(figures["seconds"]["PRE"][form])
+    for form in (None, "fp8"):
+        speed = figures["tokens"]["PRE"] / median(figures["seconds"]["PRE"][form or "none"])
         cached = load.max_batch_size * load.mean_context
-        n_bytes = step_bytes(name, workload, bits) + cached * (
-            kv_bytes(name, bits == 8) - kv_bytes(name, False)
-        )
+        saved = kv_bytes(name, False) - kv_bytes(name, form is not None)
+        n_bytes = step_bytes(name, workload, form) - cached * saved
         seconds.append(load.num_requests * prompt / speed + new * read_us(results, n_bytes) / 1e6)
     return seconds[0] / seconds[1]
 
@@ -231,6 +236,6 @@ def gain_with_heads(results: Results, name: str, workload: str) -> float:
 
 
 def gains(results: Results, name: str, workload: str) -> list[float]:
-    """Tokens per second with fp8 and with int8 weights, times those with 16 bits."""
+    """Tokens per second with weights of each of ``WEIGHT_FORMS``, times those with 16 bits."""
     seconds = results.by_model("formats")[name]["figures"]["seconds"][workload]
-    return [median(seconds["none"]) / median(seconds[form]) for form in ("fp8", "int8")]
+    return [median(seconds["none"]) / median(seconds[form]) for form in WEIGHT_FORMS]

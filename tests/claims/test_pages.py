@@ -328,10 +328,10 @@ def drafts_of_shipped_models(text: str) -> Claims:
 
 
 def formats_tables(text: str) -> Claims:
-    """Weights, keys and values of 8 bits: speed beside that of 16 bits, bytes, quality."""
+    """Weights, keys and values of fewer bits: speed beside that of 16 bits, bytes, quality."""
     claims: Claims = []
     for table, record, forms in (
-        ("formats", "formats", ("fp8", "int8")),
+        ("formats", "formats", ("fp8", "int8", "int4")),
         ("heads", "formats_kv", ("fp8+kv-fp8",)),
     ):
         for model, workload, *cells in rows(text, table):
@@ -340,12 +340,12 @@ def formats_tables(text: str) -> Claims:
             found = [figures["tokens"][workload] / seconds["none"]]
             claims += zip([*found, *(seconds["none"] / seconds[form] for form in forms)], cells, strict=True)
     sizes = H200.by_model("formats")["Llama-3.1-8B"]["figures"]["weight_bytes"]
-    found = [sum(sizes[form].values()) / 1e9 for form in ("none", "fp8")]
-    pattern = r"of Llama-3.1-8B take (\S+) GB with 16 bits and (\S+) GB with 8\."
+    found = [sum(sizes[form].values()) / 1e9 for form in ("none", "fp8", "int4")]
+    pattern = r"of Llama-3.1-8B take (\S+) GB with 16 bits, (\S+) GB with 8 and (\S+) GB with 4\."
     claims += zip(found, said(" ".join(text.split()), pattern), strict=True)
     for model, figure, *cells in rows(text, "quality"):
         quality = CPU.figures(f"formats-{model}", "quality", "formats")
-        names = ["none", "fp8", "int8", "kv-fp8", "kv-int8"]
+        names = ["none", "fp8", "int8", "int4", "int4, calibrated", "kv-fp8", "kv-int8"]
         names += [f"{form}, activations of 1 digit" for form in ("fp8", "int8")]
         name, factor = ("perplexity", 1) if figure == "perplexity" else ("kl", 1000)
         claims += zip([factor * quality[one][name] for one in names], cells, strict=True)

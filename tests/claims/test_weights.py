@@ -1,10 +1,11 @@
-"""The notebooks of weights, keys and values of 8 bits: their text says what records and bytes say."""
+"""The notebooks of weights, keys and values of fewer bits: their text says what records and bytes say."""
 
 from __future__ import annotations
 
 from rosellm.lab.records.records import find
+from rosellm.models.quantized import WEIGHT_FORMS
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.layers.fused import FINE_ROWS
+from rosellm.roseinfer.layers.fused import FEW_ROWS, FINE_ROWS
 from tests.claims.reading import claim
 
 formats = load_exhibit("formats")
@@ -13,7 +14,7 @@ FIGURE = r"(\d+(?:\.\d+)?)"
 
 
 def gain(model: str, workload: str, form: str = "fp8") -> float:
-    return dict(zip(("fp8", "int8"), formats.gains(H200, model, workload), strict=True))[form]
+    return dict(zip(WEIGHT_FORMS, formats.gains(H200, model, workload), strict=True))[form]
 
 
 def test_gains_and_promises_are_what_is_said():
@@ -25,6 +26,10 @@ def test_gains_and_promises_are_what_is_said():
     claim("40", rf"of the {FIGURE}, {FIGURE} and {FIGURE} that the bytes promise", *promised)
     claim("40", rf"gains {FIGURE} times with one, and Qwen3", gain("Llama-3.2-1B", "D1"))
     claim("40", rf"Qwen3-0.6B loses: {FIGURE} times", gain("Qwen3-0.6B", "D1"))
+    small = [gain("Llama-3.1-8B", load, "int4") for load in formats.DECODED]
+    promised = [formats.promised("Llama-3.1-8B", load, "int4") for load in formats.DECODED]
+    words = rf"gains {FIGURE}, {FIGURE} and {FIGURE} times, of {FIGURE}, {FIGURE} and {FIGURE}\."
+    claim("40", words, *small, *promised)
     prompts = [gain("Llama-3.1-8B", "PRE", form) for form in ("fp8", "int8")]
     claim("40", rf"Prompts gain {FIGURE} times in .*? and {FIGURE} times with int8", *prompts)
 
@@ -33,10 +38,12 @@ def test_the_price_is_what_is_said():
     quality = CPU.figures("formats-rose-tiny", "quality", "formats")
     perplexities = [quality[form]["perplexity"] for form in ("fp8", "int8", "none")]
     claim("40", rf"a perplexity of {FIGURE} \(fp8\) or {FIGURE} \(int8\) instead of {FIGURE}", *perplexities)
+    four = [quality[form]["perplexity"] for form in ("int4", "int4, calibrated")]
+    claim("40", rf"have a price: {FIGURE}, or {FIGURE} if they are calibrated", *four)
     for model in ("rose-tiny", "rose-tiny-qwen3"):
         quality = CPU.figures(f"formats-{model}", "quality", "formats")
-        assert 8 < quality["fp8"]["kl"] / quality["int8"]["kl"] < 13
-    claim("40", rf"in steps of up to {FIGURE} rows", FINE_ROWS)
+        assert 6.5 < quality["fp8"]["kl"] / quality["int8"]["kl"] < 9.5
+    claim("40", rf"in steps of up to {FIGURE} rows \({FIGURE} with weights of 4 bits\)", FINE_ROWS, FEW_ROWS)
 
 
 def test_runs_with_quantised_keys_and_values_take_what_is_said():
