@@ -1,4 +1,4 @@
-"""Weights of 4 bits whose codes are chosen for the inputs that a text gives them (GPTQ: Frantar et al. 2023).
+"""Weights of 4 bits whose codes are chosen for their inputs in a given text (GPTQ: Frantar et al. 2023).
 
 The codes of an output are chosen one input after another. Each makes up for the errors of those before it, as
 far as their inputs are correlated; inputs with large mean squares come first.
@@ -84,8 +84,8 @@ def calibrate(quantised: GroupedWeight, weight: Tensor, squares: Tensor) -> None
 
     If e ``[1, K]`` are the errors of an output's weights, and S the squares, the squared errors of the output
     sum to e S e^T. If S = L L^T, with L lower triangular, that is the sum of the squares of e L, and (e L)[i]
-    depends only on e[i] and later errors. So codes are chosen from the last to the first, each for the least
-    (e L)[i].
+    depends only on e[i] and later errors. So codes are chosen from the last to the first, each so that
+    (e L)[i] is nearest to 0.
     """
     importance = squares.diag().unflatten(0, (-1, GROUP))
     groups = weight.float().unflatten(1, (-1, GROUP))

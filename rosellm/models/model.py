@@ -112,8 +112,8 @@ class Transformer(nn.Module):
     config: the ``Arch`` of this part.
     words: the range of token ids whose logits :meth:`logits` computes; all of them in a whole model.
     cos_sin: cosines, then sines, of every position: ``[P, D]`` fp32; None with learned positions.
-    quantization: the format of the layers' weights, a key of ``quantized.CODES``, or None. The head is then
-        quantised, too (``quantized.HEAD_FORM``), and with it a tied embedding; but not if the checkpoint
+    quantization: the format of the layers' weights, one of ``quantized.WEIGHT_FORMS``, or None. The head is
+        then quantised, too (``quantized.HEAD_FORM``), and with it a tied embedding; but not if the checkpoint
         itself is quantised.
     """
 

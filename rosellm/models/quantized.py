@@ -1,4 +1,4 @@
-"""Weights, activations, keys and values of 8 bits, and weights of 4 bits: codes, and scales of them.
+"""Weights, activations, keys and values of 8 bits, and weights of 4 bits: codes and their scales.
 
 A weight is its code times its row's scale, rounded to nearest. Codes are floating-point numbers of 8 bits
 with 3 bits of mantissa ("fp8", ``float8_e4m3fn``), or integers from -127 to 127 ("int8"). Weights can also be
@@ -119,7 +119,7 @@ class GroupedWeight(QuantizedWeight):
         return [GroupedWeight(*pair) for pair in pairs]
 
     def copy_(self, weight: Tensor) -> QuantizedWeight:
-        """Quantise a weight ``[N, K]``, some rows at a time, with scales of least error. Return self."""
+        """Quantise a weight ``[N, K]``, some rows at a time, with :func:`group_scales`. Return self."""
         n_rows = -(-SLICE // weight.shape[1])
         for own, rows in zip(self.split(n_rows), weight.split(n_rows), strict=True):
             groups = rows.to(self.codes.device, torch.float32).unflatten(1, (-1, GROUP))
@@ -144,8 +144,9 @@ def group_scales(groups: Tensor, dtype: torch.dtype, importance: Tensor | float 
     dtype: that of the weight's scales, to which they are rounded.
     importance: factors of the squared errors, ``[K / GROUP, GROUP]``.
 
-    The element of a group that is furthest from 0 gets a negative code, since -8 is one; so scales may be
-    negative. Its code is one of ``ENDS``, clipped to -8: finer steps for the others can be worth its error.
+    The element of a group that is furthest from 0 gets a negative code, since codes reach -8 but only 7;
+    scales may be negative. Its code is one of ``ENDS``, clipped to -8: finer steps for the others can be
+    worth its error.
     """
     low, high = groups.aminmax(dim=2, keepdim=True)
     furthest, tiny = torch.where(high > -low, high, low), torch.finfo(dtype).tiny
@@ -169,8 +170,8 @@ def packed(codes: Tensor) -> Tensor:
     """Return codes ``[N, K]`` int8 from -8 to 7 as ``[N, K / 2]`` uint8, two in a byte.
 
     Column 32 w + 16 h + 4 c + i of a group, with w, c and i below 4, is in the group's byte 16 c + 4 w + i:
-    in the low half if h is 0, in the high half if it is 1. So the bytes that a thread of a tensor core needs
-    of a row, those of one c, are consecutive.
+    in the low half if h is 0, in the high half if it is 1. So the bytes that a thread needs of a row for its
+    tensor core, those of one c, are consecutive.
     """
     low, high = codes.view(torch.uint8).view(len(codes), -1, 4, 2, 4, 4).transpose(2, 4).unbind(3)
     return (high << 4 | low & 15).flatten(1)

@@ -81,13 +81,13 @@ class LLM:
     max_num_batched_tokens: maximum number of prompt tokens per scheduler iteration.
     warm_up, enforce_eager: by default every CUDA graph is captured at construction; ``warm_up=False``, or
         ``enforce_eager=True``, captures each at its first use.
-    quantization: "fp8" or "int8" quantises the weights of all layers and of the head to 8 bits as they are
-        loaded, with one scale per output (:mod:`quantized`), and so a tied embedding; "int4" those of layers
-        to 4 bits, with one scale per output and 128 inputs. Tokens then differ from those of the checkpoint's
-        own weights.
-    calibration: a text, or a list of texts, of some ten thousand tokens: "int4" then rounds weights so that
-        outputs for such texts change least (:mod:`calibration`). The CPU's memory must hold the weights in
-        ``dtype``; the device holds those of one layer.
+    quantization: "fp8" or "int8" quantises the weights of all layers to 8 bits as they are loaded, with one
+        scale per output (:mod:`quantized`); "int4" to 4 bits, with one scale per output and 128 inputs. The
+        head, and an embedding tied to it, become int8. Tokens then differ from those of the checkpoint's own
+        weights.
+    calibration: a text, or a list of texts, of tens of thousands of tokens: "int4" then rounds weights so
+        that outputs for such texts change least (:mod:`calibration`). The CPU's memory must hold the weights
+        in ``dtype``; the device holds those of one layer beside the quantised model.
     kv_cache_dtype: "fp8" or "int8" quantises keys and values to 8 bits, with one scale per token and head, so
         that about twice as many tokens fit in the cache; "auto" does not.
     speculation: "ngram" drafts further tokens of each sequence from its own text, and verifies them in the

@@ -62,7 +62,7 @@ FP8_TO_BF16 = tl.constexpr("""{
 def unpacked(pairs, codes: tl.constexpr, dtype: tl.constexpr):
     """Return the low and the high code of each pair, an int16, in fp16 or bf16, which hold them exactly.
 
-    In bf16, codes of FP8 are divided by ``2 ** 120``, the difference of exponents. Only on a GPU.
+    In bf16, codes of FP8 are divided by ``2 ** 120``, the difference of exponents. This works only on a GPU.
 
     codes: their dtype.
     """

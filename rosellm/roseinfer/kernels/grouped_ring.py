@@ -1,8 +1,8 @@
 """The GEMM of :mod:`ring` for weights of 4 bits, with one scale for each row and ``GROUP`` inputs.
 
-Codes are unpacked in registers, which ``wgmma`` reads as its first operand: two codes to a byte lie so that
-no value moves between threads (``quantized.packed``). The sums of each group are multiplied by their scale,
-which the ring brings with the codes, and added up in fp32.
+Codes are unpacked in registers, which ``wgmma`` reads as its first operand: each byte holds two codes,
+placed so that no value moves between threads (``quantized.packed``). The sums of each group are multiplied by
+their scale, which the ring brings with the codes, and added up in fp32.
 """
 
 from __future__ import annotations

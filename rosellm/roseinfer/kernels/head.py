@@ -4,7 +4,7 @@ Each program multiplies the hidden states by one tile of the vocabulary and keep
 its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A sampled row's value is
 ``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
 (Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared in fp32: rounded to 16 bits, many of a
-large vocabulary would tie. Of a quantised head and quantised hidden states, codes are multiplied by codes.
+large vocabulary would tie. If head and hidden states are quantised, codes are multiplied by codes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tile_logits(
     rows: indices of the tile's rows, less ``first_row``.
     held_rows: which of them exist.
     columns: the tile's tokens.
-    FINER: a code of the first digit divided by one of the second.
+    FINER: how many times finer the second digit is than the first.
     """
     if hidden_scales_ptr is None:
         hidden_ptr += first_row.to(tl.int64) * K

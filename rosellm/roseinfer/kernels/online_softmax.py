@@ -34,8 +34,8 @@ class Tiling(NamedTuple):
     NORMS: whether q and k are normalised per head.
     LANES: whether each token of a tile has its own softmax, as in ``attention_plan.Variant``.
     SCALED: whether keys and values are quantised.
-    PAIRS: dtype of codes that are loaded in pairs, as int16, and unpacked in registers; None for others. Of
-        queries and of weighted sums of values ``[M, D]`` there are then two halves, of even and odd elements.
+    PAIRS: dtype of codes that are loaded in pairs, as int16, and unpacked in registers; None for others.
+        Queries and weighted sums of values ``[M, D]`` are then split into even and odd elements.
     K_UP, V_UP: factors on queries and on values' scales, and then on the sums, that undo the small factor
         with which ``codes.unpacked`` returns keys and values.
     """
@@ -101,8 +101,8 @@ def key_products(q, k, tiling: tl.constexpr):
 def add_values(acc, alpha, p, loaded, tiling: tl.constexpr):
     """Return weighted sums of values times ``alpha``, plus those of a tile with weights p ``[M, TILE]``.
 
-    The sums are divided by V_UP.
-    In fp16, weights times the scales of values could be too large or too small: they become bf16.
+    The sums are divided by V_UP. With PAIRS, weights become bf16: in fp16, times the values' scales, they
+    could overflow or vanish.
     """
     v = loaded[1]
     if tiling.SCALED:
@@ -120,7 +120,7 @@ def add_values(acc, alpha, p, loaded, tiling: tl.constexpr):
 def attend_tile(q, loaded, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2, and return its new state.
 
-    q: ``[M, D]``, as returned by :func:`operands`.
+    q: queries, as returned by :func:`operands`.
     loaded: keys and values ``[TILE, D]``, and the scales of quantised ones ``[TILE]``.
     seen: ``[TILE]``, which tokens are attended to; None for all.
     scale: factor on the scores, times log2(e).

@@ -1,7 +1,7 @@
 """Copies of quantised prefixes in the model's dtype, one layer at a time, for prefill attention.
 
 Every tile of a prefill, and every query head, reads the keys and values of its sequence's cached prefix.
-Converting the codes once, before, is faster than in each of these programs if the prefix is long.
+If the prefix is long, it is faster to convert the codes once beforehand than in each of these programs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ TOKENS = 32  # per program
 class Prefixes(NamedTuple):
     """The cached prefixes of a prefill's sequences, whose copies lie back to back, in whole blocks.
 
-    firsts: int32 ``[rows]``, the place among all copied tokens of the first token of the sequence in each row
-        of the block table.
+    firsts: int32 ``[rows]``, where the copy of the sequence in each row of the block table begins, in tokens.
     blocks: int32 ``[n]``, the copied blocks, one sequence after another.
     """
 
