@@ -45,8 +45,11 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
     plain: a model on any device; its layers are copied to ``device`` one at a time, and run there.
     windows: token ids, each window a sequence of its own.
 
-    Raises ``CheckpointError`` if the model exceeds the memory of ``device``.
+    Raises ``CheckpointError`` if the model exceeds the memory of ``device``, and ``OptionError`` if a window
+    has a token that the model lacks, or gives activations that are not finite.
     """
+    if (token := max(int(ids.max()) for ids in windows)) >= plain.whole.vocab_size:
+        raise OptionError(f"calibration has token {token}; the model has {plain.whole.vocab_size:,} tokens")
     check_memory(plain.whole, device, plain.dtype, "int4")
     model = Transformer.allocate(plain.whole, device, plain.dtype, quantization="int4")
     theirs, config = plain.own_parameters, model.config
@@ -66,6 +69,8 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
             getattr(block, name).register_forward_pre_hook(partial(_add_squares, total))
         hidden = [block(x, attend) for x, attend in zip(hidden, attends, strict=True)]
         for name, total in squares.items():
+            if not total.isfinite().all():
+                raise OptionError(f"calibration gives activations that are not finite in {plain.dtype}")
             calibrate(getattr(quantised, name).weight, getattr(block, name).weight, total)
     return model
 
@@ -92,7 +97,8 @@ def calibrate(quantised: GroupedWeight, weight: Tensor, squares: Tensor) -> None
     scales = group_scales(groups, quantised.scales.dtype, importance)[:, :, 0]
     order = squares.diag().argsort()
     damped = squares[order][:, order]
-    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    least = torch.finfo(torch.float32).tiny  # for inputs that are all 0
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean()).clamp_min_(least)
     lower = torch.linalg.cholesky(damped)
     lower /= lower.diag()
     wide, steps = weight.float().t()[order], scales.repeat_interleave(GROUP, 1).t()[order]  # [K, N]

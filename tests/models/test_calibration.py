@@ -8,7 +8,7 @@ import torch
 from rosellm import LLM
 from rosellm.bench.formats import log_probabilities
 from rosellm.errors import OptionError
-from rosellm.models.calibration import DAMPING, calibrate
+from rosellm.models.calibration import DAMPING, calibrate, calibrated
 from rosellm.models.loading import load_parts
 from rosellm.models.quantized import empty_weight
 from rosellm.rosetrainer.corpus import read_corpus
@@ -32,6 +32,13 @@ def test_codes_are_those_of_gptq_with_the_inputs_of_largest_squares_first():
         left = left - torch.outer((left[:, i] - found[:, i]) / inverse[i, i], inverse[i])
         inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
     assert (found.float() == held.dequantized()).float().mean() > 0.999
+
+
+def test_codes_for_inputs_of_0_are_the_nearest():
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    held = empty_weight(16, 256, "int4", CPU, torch.bfloat16)
+    calibrate(held, weight, torch.zeros(256, 256))
+    assert ((held.dequantized() - weight).abs() < 0.3).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -68,3 +75,12 @@ def test_a_calibrated_model_is_closer_to_the_original_on_other_text(name, device
 def test_what_cannot_be_calibrated_is_refused_in_one_line(options, words):
     with pytest.raises(OptionError, match=words):
         LLM("rose-tiny", device="cpu", **options)
+
+
+def test_texts_that_the_model_cannot_run_are_refused_in_one_line():
+    plain, _ = load_parts("rose-tiny", "cpu", "float32")
+    with pytest.raises(OptionError, match="calibration has token 4096; the model has 4,096 tokens"):
+        calibrated(plain, [torch.tensor([1, 4096])], CPU)
+    plain.blocks[0].norm_2.weight[0] = torch.inf
+    with pytest.raises(OptionError, match="activations that are not finite in torch.float32"):
+        calibrated(plain, [torch.tensor([1, 2])], CPU)
