@@ -76,7 +76,7 @@ def copy_codes(weight: QuantizedWeight, name: str, stored: dict[str, Tensor], dt
     codes, scales = stored.get("weight_packed"), stored["weight_scale"]
     codes = stored["weight"] if codes is None else codes
     is_packed, in_groups = codes.dtype == torch.int32, weight.form == "int4"
-    if is_packed:
+    if is_packed and codes.dim() == 2:
         from compressed_tensors.compressors import unpack_from_int32
 
         bits = 4 if in_groups else 8

@@ -161,6 +161,7 @@ def test_weights_of_4_bits_in_other_groups_or_orders_are_refused_in_one_line(fol
         ({scale: tensors[scale].t().contiguous()}, "has shape [256, 384] with 768 scales"),
         ({scale: tensors[scale][:, :1].contiguous()}, "has shape [256, 384] with 256 scales"),
         ({packed: pack_to_int32(torch.zeros(256, 384, dtype=torch.int8), 8)}, "has shape [256, 768]"),
+        ({packed: tensors[packed].flatten()}, "has shape [12288]"),
         ({packed: tensors[packed].long()}, "is stored as int64; quantization_config says int4"),
         ({packed: None, name: torch.zeros(256, 384, dtype=torch.int8)}, "is stored as int8"),
         ({f"{name}_g_idx": order}, "has zero points or reordered inputs"),
