@@ -114,6 +114,9 @@ class GroupedWeight(QuantizedWeight):
     def form(self) -> str:
         return "int4"
 
+    def __getitem__(self, rows: Any) -> QuantizedWeight:
+        return GroupedWeight(self.codes[rows], self.scales[:, rows])
+
     def split(self, sizes: int | list[int]) -> list[QuantizedWeight]:
         pairs = zip(self.codes.split(sizes), self.scales.split(sizes, dim=1), strict=True)
         return [GroupedWeight(*pair) for pair in pairs]
@@ -149,7 +152,8 @@ def group_scales(groups: Tensor, dtype: torch.dtype, importance: Tensor | float 
     worth its error.
     """
     low, high = groups.aminmax(dim=2, keepdim=True)
-    furthest, tiny = torch.where(high > -low, high, low), torch.finfo(dtype).tiny
+    furthest = torch.where(high > -low, high, low)
+    tiny = max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps, torch.finfo(torch.float32).tiny)
     scales, least = torch.ones_like(furthest), torch.full_like(furthest, torch.inf)
     for end in ENDS:
         scale = (furthest / end).to(dtype).float()

@@ -69,6 +69,15 @@ def test_every_step_gives_the_tokens_of_the_dequantised_model(model, is_tied, fo
         assert tokens_of(llm.engine, PROMPTS, MIXED) == expected, way
 
 
+def test_kernels_that_read_no_codes_of_4_bits_get_dequantised_weights():
+    rounded, tokenizer = load_parts("rose-tiny", "cpu", "float32", quantization="int4")
+    found = []
+    for kernels in ("torch", "triton"):
+        engine = Engine(rounded, tokenizer, kernels=kernels, recipe="small_gemm", warm_up=False, **SIZES)
+        found.append(tokens_of(engine, [[5, 9]], [SamplingParams(temperature=0.0, max_tokens=2)]))
+    assert found[0] == found[1]
+
+
 @torch.inference_mode()
 def tokens_with_rounded_heads(model: Transformer, prompt: list[int], n_tokens: int, form: str) -> list[int]:
     """Greedy tokens, by whole forward passes whose keys and values are rounded after their rotation."""

@@ -70,7 +70,7 @@ def unpacked(pairs, codes: tl.constexpr, dtype: tl.constexpr):
     FROM_FP8: tl.constexpr = FP8_TO_FP16 if dtype == tl.float16 else FP8_TO_BF16
     TEXT: tl.constexpr = FROM_INT8 if codes == tl.int8 else FROM_FP8
     both = tl.inline_asm_elementwise(
-        TEXT, "=r,=r,r", [pairs], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+        TEXT, "=&r,=&r,r", [pairs], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
     )
     low, high = both
     return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
