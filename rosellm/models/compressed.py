@@ -96,7 +96,8 @@ def copy_codes(weight: QuantizedWeight, name: str, stored: dict[str, Tensor], dt
             f"{name} has zero points or reordered inputs, which is not supported; {SUPPORTED}"
         )
     if not (scales > 0).all():
-        raise CheckpointError(f"{name} holds scales that are not above 0")
+        kind = str(weight.scales.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} holds scales that are not above 0 in {kind}")
     groups = codes.float().view(n, scales.shape[1], -1)
     if not (groups.abs().amax(2) * scales <= torch.finfo(dtype).max).all():  # nor if any is NaN
         kind = str(dtype).removeprefix("torch.")

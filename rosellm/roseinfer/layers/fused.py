@@ -212,15 +212,17 @@ def build_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return (lambda rows: packed,) * 2
-    with_ring, few = has_ring(model, kernels), FewRowsLayers(model, kernels)
+    with_ring = has_ring(model, kernels)
     adds_up = with_ring and is_stock(kernels, "append_and_attend")
+    if model.quantization is not None and with_ring:
+        parts = quantized_parts(model.quantization) if adds_up else None
+        layers = partial(quantized_layers, model, kernels, dequantized=library)
+        return layers(qkv_parts=parts), layers(qkv_parts=None)
+    if model.quantization == "int4":
+        return (lambda rows: library,) * 2
+    few = FewRowsLayers(model, kernels)
     if model.quantization is not None:
-        if with_ring:
-            parts = quantized_parts(model.quantization) if adds_up else None
-            layers = partial(quantized_layers, model, kernels, dequantized=library)
-            return layers(qkv_parts=parts), layers(qkv_parts=None)
-        few_rows = 0 if model.quantization == "int4" else FEW_ROWS
-        return (lambda rows: few if rows <= few_rows else library,) * 2
+        return (lambda rows: few if rows <= FEW_ROWS else library,) * 2
 
     def fastest(qkv_parts: Parts | None) -> FastestLayers:
         some = FusedLayers(model, SomeRowsProducts(model, kernels, qkv_parts=qkv_parts), kernels)
