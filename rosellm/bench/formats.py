@@ -44,7 +44,7 @@ FORMATS = (PLAIN, *WEIGHT_FORMS, *(KV + form for form in CODES))
 BLOCK = 64  # tokens of a KV block
 POSITIONS = 64  # of a bucket of KL divergences
 WINDOW = 512  # tokens, at most
-CALIBRATED, TEXTS = "int4, calibrated", 12  # on as many texts of training
+CALIBRATED, TEXTS, LENGTH = "int4, calibrated", 12, 9000  # training texts, characters of each
 
 
 class Runs(NamedTuple):
@@ -204,7 +204,7 @@ def measure_quality(given: Namespace, formats: dict[str, tuple[str | None, str |
     found: dict[str, dict[str, Any]] = {}
     expected = [log_probabilities(exact, window) for window in windows]
     if "int4" in models:
-        texts = [source.text[:9000] for source in corpus.train[:: max(1, len(corpus.train) // TEXTS)]]
+        texts = [source.text[:LENGTH] for source in corpus.train[:: max(1, len(corpus.train) // TEXTS)]]
         models[CALIBRATED] = calibrated(exact, windows_of(texts, tokenizer, length), exact.device)
         formats = formats | {CALIBRATED: (CALIBRATED, None)}
     for name, (weights, heads) in ({PLAIN: (None, None)} | formats).items():

@@ -283,7 +283,8 @@ class SomeRowsProducts(PlainProducts):
 
     def qkv(self, layer: int, x: Any) -> Tensor:
         p = self.blocks[layer].qkv
-        parts = self.qkv_parts_of(len(x), *(weight := p.weight).shape)
+        weight = p.weight  # read once: it may be dequantised whenever it is read
+        parts = self.qkv_parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, bias=p.bias, parts=parts)
 
     def out(self, layer: int, x: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ def test_a_weight_of_4_bits_is_rounded_to_nearest_with_the_scales_of_least_error
     assert held.shape == weight.shape and held.scales.dtype == dtype
     found = kernels.dequantize(weight=held, dtype=torch.float32).cpu()
     assert torch.equal(found, held.dequantized().cpu())
+    assert torch.equal(held[3:9].dequantized().cpu(), found[3:9])
     groups = weight.to(dtype).double().unflatten(1, (3, 128))
     own = found.double().unflatten(1, (3, 128))
     steps = held.scales.cpu().double().t()[:, :, None]
