@@ -216,7 +216,7 @@ class QuantizedRows:
         """Quantise x ``[M, K]``."""
         dtype = CODES[form.name]
         scales = scales_of(x.float(), dtype)
-        left, codes = x.float() / scales[:, None], []
+        left, codes = x.float() * (1 / scales)[:, None], []
         for _ in range(form.digits):
             codes.append(nearest(left, dtype).to(dtype))
             left = (left - codes[-1].float()) * FINER[dtype]
@@ -301,7 +301,8 @@ class QuantizedHeads:
         wide = heads.float()
         scales = scales_of(wide, self.codes.dtype)
         self.scales[place] = scales
-        self.codes[place] = nearest(wide / scales[..., None], self.codes.dtype).to(self.codes.dtype)
+        codes = nearest(wide * (1 / scales)[..., None], self.codes.dtype)
+        self.codes[place] = codes.to(self.codes.dtype)
 
     def flatten(self, first: int, last: int) -> QuantizedHeads:
         """Return a view with dimensions ``first`` to ``last`` as one, as ``Tensor.flatten`` does."""

@@ -14,7 +14,8 @@ def coded(x, dtype: tl.constexpr):
     LARGEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)
     scales = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)  # the smallest normal number
-    left = tl.minimum(tl.maximum(x / scales[:, None], -LARGEST), LARGEST)  # 448 may have become 448.00003
+    left = x * (1.0 / scales)[:, None]
+    left = tl.minimum(tl.maximum(left, -LARGEST), LARGEST)  # 448 may have become 448.00003
     return nearest(left, dtype), scales
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import GROUP, GroupedWeight, QuantizedRows
+from rosellm.models.quantized import GROUP, AnyRows, GroupedWeight, parts_of_rows
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.ring import (
     MOST_COLUMNS,
@@ -23,10 +23,14 @@ from rosellm.roseinfer.kernels.ring import (
     finish,
     fitting_stages,
     griddepcontrol,
+    held_of,
+    hold_codes,
     load_of_rows,
     load_weights,
+    load_x_scales,
     mbarrier,
     scaled,
+    x_tiles,
 )
 from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
 
@@ -69,10 +73,10 @@ def _unpacked(bytes, layout: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles"])
 def _grouped_ring_kernel(
-    w_desc, scales_desc, x_desc, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
-    ROWS: gl.constexpr, DIGITS: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, REFILL: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    w_desc, scales_desc, x, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
+    ROWS: gl.constexpr, DIGITS: gl.constexpr, HELD: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of GROUPS groups.
 
@@ -81,9 +85,10 @@ def _grouped_ring_kernel(
     GATED: gl.constexpr = ACTIVATION == "swiglu"
     COLUMNS: gl.constexpr = ROWS * DIGITS
     WIDTH: gl.constexpr = 64 * GROUPS  # bytes of a row of a tile
-    BYTES: gl.constexpr = w_desc.block_type.nbytes + scales_desc.block_type.nbytes + x_desc.block_type.nbytes
+    X_BYTES: gl.constexpr = 0 if HELD else x.block_type.nbytes
+    BYTES: gl.constexpr = w_desc.block_type.nbytes + scales_desc.block_type.nbytes + X_BYTES
     ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 2 * WIDTH], x_desc.layout)
+    x_ring = x_tiles(x, gl.int8, HELD, STAGES, COLUMNS, 2 * WIDTH)
     scales_ring = gl.allocate_shared_memory(
         scales_desc.dtype, [STAGES] + scales_desc.block_type.shape, scales_desc.layout
     )
@@ -105,9 +110,12 @@ def _grouped_ring_kernel(
     if DEPENDENT:
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
-    for s in gl.static_range(STAGES):
-        place = [first * DIGITS, (begin + s) * 2 * WIDTH]
-        async_load(x_desc, place, bars.index(s), x_ring.index(s), pred=s < tiles)
+    if HELD:
+        x_scales = hold_codes(x + begin * 2 * WIDTH, x_ring, tiles * GROUPS)
+    else:
+        for s in gl.static_range(STAGES):
+            place = [first * DIGITS, (begin + s) * 2 * WIDTH]
+            async_load(x, place, bars.index(s), x_ring.index(s), pred=s < tiles)
     y = gl.zeros((BLOCK_N, COLUMNS), gl.float32, layout)
     nothing = gl.zeros((BLOCK_N, COLUMNS), gl.int32, layout)
     stage = 0
@@ -121,7 +129,11 @@ def _grouped_ring_kernel(
         sums: gl.tuple = ()
         for g in gl.static_range(GROUPS):
             codes = _unpacked(w_tile.slice(64 * g, 64, 1).load(_bytes_layout(BLOCK_N, warps)), layout)
-            x_codes = x_ring.index(stage).slice(128 * g, 128, 1).permute((1, 0))
+            if HELD:
+                x_tile = x_ring.index(tile * GROUPS + g)
+            else:
+                x_tile = x_ring.index(stage).slice(128 * g, 128, 1)
+            x_codes = x_tile.permute((1, 0))
             sums += (hopper.warpgroup_mma(codes, x_codes, nothing, use_acc=False, is_async=True),)
         if REFILL:  # the previous products have ended, so that their stage is free
             ahead = tile - 1 + STAGES
@@ -131,8 +143,9 @@ def _grouped_ring_kernel(
             mbarrier.expect(bar, BYTES, pred=more)
             load_weights(w_desc, row, (begin + ahead) * WIDTH, bar, ring, free, GATED, more)
             _load_scales(scales_desc, row, (begin + ahead) * GROUPS, bar, scales_ring, free, GATED, more)
-            place = [first * DIGITS, (begin + ahead) * 2 * WIDTH]
-            async_load(x_desc, place, bar, x_ring.index(free), pred=more)
+            if not HELD:
+                place = [first * DIGITS, (begin + ahead) * 2 * WIDTH]
+                async_load(x, place, bar, x_ring.index(free), pred=more)
         for g in gl.static_range(GROUPS):
             scales = gl.reshape(scales_tile.slice(g, 1, 0).load(_scales_layout(BLOCK_N, warps)), (BLOCK_N,))
             scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
@@ -142,7 +155,9 @@ def _grouped_ring_kernel(
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
-    y = scaled(y * 0.0625, x_scales_ptr, first, M, DIGITS, gl.int8)  # codes were times 16
+    if not HELD:
+        x_scales = load_x_scales(x_scales_ptr, first, M, COLUMNS, DIGITS, layout)
+    y = scaled(y * 0.0625, x_scales, DIGITS, gl.int8)  # codes were times 16
     finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION, layout)
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
@@ -163,32 +178,36 @@ def groups_of(columns: int) -> int:
 
 
 def grouped_ring_linear(
-    *, x: QuantizedRows, weight: GroupedWeight, bias=None, activation: str = "none", parts=1,
+    *, x: AnyRows, weight: GroupedWeight, bias=None, activation: str = "none", parts=1,
     dependent: int = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
-    x: ``[M, K]``, in codes of "int8".
+    x: ``[M, K]``, in codes of "int8"; or a tensor, as in :func:`ring.ring_linear`.
     weight: ``[N, K]``, with 16-bit scales; N must be a multiple of 16.
     dependent: the launch mode, as in ``launch_options``.
     """
-    (rows, k), n, codes = x.shape, len(weight), x.codes.flatten(0, 1)
+    (rows, k), n, dtype = x.shape, len(weight), x.dtype
+    x, x_scales, digits = parts_of_rows(x)
+    held = held_of(k // parts) if x_scales is None else 0
+    digits = 2 if held else digits
     width = n // 2 if activation == "swiglu" else n
-    size, kind = ((rows, width), x.dtype) if parts == 1 else ((parts, rows, n), torch.float32)
-    out = torch.empty(*size, dtype=kind, device=codes.device)
-    columns = min(MOST_COLUMNS, max(8, x.digits * next_power_of_2(rows)))
-    padded, groups, block_n = columns // x.digits, groups_of(columns), block_n_of(columns // 2, n, parts)
+    size, kind = ((rows, width), dtype) if parts == 1 else ((parts, rows, n), torch.float32)
+    out = torch.empty(*size, dtype=kind, device=x.device)
+    columns = min(MOST_COLUMNS, max(8, digits * next_power_of_2(rows)))
+    padded, groups, block_n = columns // digits, groups_of(columns), block_n_of(columns // 2, n, parts)
     row_blocks, blocks = cdiv(rows, padded), cdiv(n, block_n)
     tiles = cdiv(cdiv(k, GROUP * groups), parts)
-    stage_bytes = groups * (GROUP // 2 * block_n + GROUP * columns + 2 * block_n)
-    stages = fitting_stages(stage_bytes, row_blocks * blocks * parts, tiles, 2 * MOST_STAGES)
+    stage_bytes = groups * (GROUP // 2 * block_n + GROUP * (0 if held else columns) + 2 * block_n)
+    held_bytes = held * columns * GROUP
+    stages = fitting_stages(stage_bytes, row_blocks * blocks * parts, tiles, 2 * MOST_STAGES, held_bytes)
     gated = activation == "swiglu"
     weights = (described_pairs if gated else described)(weight.codes, block_n, GROUP // 2 * groups)
     scales = _described_scales(weight.scales, groups, block_n, gated)
     _grouped_ring_kernel[(row_blocks, blocks, parts)](
-        weights, scales, described(codes, columns, GROUP * groups), x.scales, codes if bias is None else bias,
-        out, rows, n, tiles, ROWS=padded, DIGITS=x.digits, BLOCK_N=block_n, GROUPS=groups, STAGES=stages,
-        BIAS=bias is not None, ACTIVATION=activation, REFILL=tiles > stages, num_warps=block_n // 16,
+        weights, scales, x if held else described(x.view(-1, k), columns, GROUP * groups), x_scales,
+        out if bias is None else bias, out, rows, n, tiles, ROWS=padded, DIGITS=digits, HELD=held,
+        BLOCK_N=block_n, GROUPS=groups, STAGES=stages, BIAS=bias is not None, ACTIVATION=activation, REFILL=tiles > stages, num_warps=block_n // 16,
         **launch_options(dependent),
     )  # fmt: skip
     return out

@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.quantized import AnyRows, AnyWeight, GroupedWeight, QuantizedRows, full, parts_of_weight
+from rosellm.models.quantized import (
+    AnyRows,
+    AnyWeight,
+    GroupedWeight,
+    QuantizedRows,
+    RowFormat,
+    full,
+    parts_of_weight,
+)
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.grouped_ring import grouped_ring_linear
@@ -46,6 +54,7 @@ def some_rows_linear_ref(
     bias: Tensor | None = None,
     activation: Activation = "none",
     parts: int = 1,
+    form: RowFormat | None = None,
 ) -> Tensor:
     """Compute ``f(x @ weight.T + bias)``, or ``parts`` partial sums (torch reference).
 
@@ -54,11 +63,14 @@ def some_rows_linear_ref(
     bias: ``[N]``, or None; the first of several partial sums includes it.
     activation: f, which is "none", "gelu" (tanh form), or "swiglu".
     parts: number of equal ranges into which K is split (split-K). Above 1, activation must be "none".
+    form: the format to which each range of x is quantised first, with a scale of its own; None for none.
 
     The result is ``[M, N]`` in x's dtype, or ``[M, N / 2]`` for "swiglu". With several parts, it is
     ``[parts, M, N]`` fp32: one GEMM per range of K, which the consumer adds up.
     """
     wide, weight = full(x).float(), full(weight).float()
+    if form is not None:
+        wide = torch.cat([QuantizedRows.of(it, form).dequantized() for it in wide.chunk(parts, dim=1)], dim=1)
     if parts == 1:
         y = wide @ weight.t()
         return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
@@ -281,20 +293,21 @@ def output_width(n: int, activation: Activation) -> int:
 
 
 def some_rows_linear(
-    *, x, weight, bias=None, activation: Activation = "none", parts=1,
+    *, x, weight, bias=None, activation: Activation = "none", parts=1, form: RowFormat | None = None,
     dependent: int = False, shape: ShapeOf | None = None, copies: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as :func:`some_rows_linear_ref` does, in Triton.
 
     All tensors must be contiguous.
 
+    form: requires two digits and :func:`ring.holds`.
     dependent: the launch mode, as in ``launch_options``.
     shape: maps (rows, n, k, dtype, parts) to tile sizes, warps and pipeline stages; None for the tuned or the
         fastest measured ones, or for ``ring.ring_linear`` where that is faster.
     copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
     (rows, k), n = x.shape, len(weight)
-    tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts)
+    tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts, form)
     if tile is None:
         fused = {"bias": bias, "activation": activation}
         gemm = grouped_ring_linear if isinstance(weight, GroupedWeight) else ring.ring_linear
@@ -316,10 +329,12 @@ def some_rows_linear(
     return out
 
 
-def tile_of(x: AnyRows, weight: AnyWeight, activation: str, parts: int) -> Shape | None:
+def tile_of(
+    x: AnyRows, weight: AnyWeight, activation: str, parts: int, form: RowFormat | None = None
+) -> Shape | None:
     """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
     rows, (n, k) = len(x), weight.shape
-    if isinstance(x, QuantizedRows):
+    if form is not None or isinstance(x, QuantizedRows):
         return None
     can_tune = ring.runs_on(x.device, x.dtype) and isinstance(weight, Tensor)
     tuned = choice_of(rows, n, k, activation) if can_tune else None

@@ -19,7 +19,7 @@ from rosellm.models.quantized import (
 )
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import silu
-from rosellm.roseinfer.kernels.quantize import empty_rows, store_codes
+from rosellm.roseinfer.kernels.quantize import empty_rows, store_codes, warps_of
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_kernel": "elementwise"}
@@ -181,10 +181,6 @@ def _silu_mul_kernel(x_ptr, out_ptr, C: tl.constexpr, WIDTH: tl.constexpr, DEPEN
     tl.store(out_ptr + row * C + c, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _warps(width: int) -> int:
-    return max(1, min(8, width // 256))
-
-
 def embed(*, ids, positions, tokens, places=None, dtype=None, dependent: int = False) -> Tensor:
     """Embed tokens as :func:`embed_ref` does, in Triton.
 
@@ -196,7 +192,7 @@ def embed(*, ids, positions, tokens, places=None, dtype=None, dependent: int = F
     padded = next_power_of_2(width)
     strides = ids.stride(0), positions.stride(0)
     table, learned = tokens if places is None else places, places is not None
-    options = {"num_warps": _warps(padded), **launch_options(dependent)}
+    options = {"num_warps": warps_of(rows, padded), **launch_options(dependent)}
     _embed_kernel[(rows,)](
         ids, positions, tokens, scales, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
     )
@@ -218,7 +214,7 @@ def add_norm(
     parts = 0 if delta is None else len(delta)
     given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
     delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
-    options = {"num_warps": _warps(padded), **launch_options(dependent)}
+    options = {"num_warps": warps_of(rows, padded), **launch_options(dependent)}
     _add_norm_kernel[(rows,)](
         x, delta, bias, scale, shift, codes, scales, eps, rows,
         C=width, WIDTH=padded, **given, **constants, **options,
@@ -231,6 +227,6 @@ def silu_mul(*, x, dependent: int = False) -> Tensor:
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     block = min(1024, next_power_of_2(width))
-    options = {"num_warps": _warps(block), **launch_options(dependent)}
+    options = {"num_warps": warps_of(rows, block), **launch_options(dependent)}
     _silu_mul_kernel[(rows, cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
     return out

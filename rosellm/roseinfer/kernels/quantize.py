@@ -52,7 +52,7 @@ def store_codes(
     tl.store(place, codes, mask=inside[None, :])
     tl.store(scales_ptr + row + tl.arange(0, 1), scale)
     if DIGITS == 2:
-        rest = x[None, :] / scale[:, None] - codes.to(tl.float32)
+        rest = x[None, :] * (1.0 / scale)[:, None] - codes.to(tl.float32)
         tl.store(place + C, nearest(rest * FINER, dtype), mask=inside[None, :])
 
 
@@ -132,6 +132,12 @@ def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, d
     return rows, {"DIGITS": form.digits, "FINER": FINER[dtype]}
 
 
+def warps_of(rows: int, width: int) -> int:
+    """Return the number of warps of a program that computes one of ``rows`` rows."""
+    most = 32 if rows <= 2 else 16 if rows <= 16 else 8 if rows <= 1024 else 4
+    return max(1, min(most, width // (128 if most > 8 else 256)))
+
+
 def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: int = False) -> QuantizedRows:
     """Quantise as :func:`quantize_ref` does, in Triton; x must be contiguous.
 
@@ -140,7 +146,7 @@ def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: 
     width = output_width(x.shape[1], activation)
     rows, constants = empty_rows(x, width, form)
     padded = next_power_of_2(width)
-    options = {"num_warps": max(1, min(8, padded // 256)), **launch_options(dependent)}
+    options = {"num_warps": warps_of(len(x), padded), **launch_options(dependent)}
     _quantize_kernel[(len(x),)](
         x, rows.codes, rows.scales, C=width, WIDTH=padded, ACTIVATION=activation, **constants, **options
     )

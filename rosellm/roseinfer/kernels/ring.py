@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rosellm.models.quantized import AnyWeight, parts_of_weight
+from rosellm.models.quantized import AnyWeight, parts_of_rows, parts_of_weight
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.triton_or_none import GluonDescriptor, cdiv, gl, gluon, hopper, next_power_of_2
 
@@ -24,9 +24,12 @@ MOST_ROWS, BLOCK_N, BLOCK_K, MOST_STAGES = 64, 64, 128, 8
 MOST_COLUMNS = 128  # of codes of x per program
 SHARED_BYTES, FEWEST_BYTES = 200_000, 60_000  # of the stages of all programs of an SM; of one program
 FEWEST_PROGRAMS, NUM_SMS = 36, 132  # of a launch of whole K for which it is faster; of an H200
+HELD_K = 4096  # elements of a row that a program quantises, at most
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed
+memory = gl.shared_memory_descriptor
+reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret  # noqa: SLF001
 
 
 @gluon.jit
@@ -47,25 +50,27 @@ def griddepcontrol(what: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles"])
 def _ring_kernel(
-    w_desc, x_desc, scales_ptr, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
-    ROWS: gl.constexpr, DIGITS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, REFILL: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    w_desc, x, scales_ptr, x_scales_ptr, bias_ptr, out_ptr, M, N, tiles,
+    ROWS: gl.constexpr, DIGITS: gl.constexpr, HELD: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    REFILL: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile ``[BLOCK_N, ROWS]`` of the transposed product, over ``tiles`` tiles of K.
 
     Programs of the same weights run at about the same time, so that one of them finds the weights in L2.
 
+    x: a TMA descriptor; or the input itself, of which each program quantises its range of K.
     scales_ptr, x_scales_ptr: the scales of quantised weights and rows of x, or None.
     DIGITS: the number of codes per element of x; 1 if it is not quantised.
+    HELD: the tiles of a single row x that a program quantises, a power of two; 0 if it copies tiles of x.
     REFILL: whether there are more tiles than stages.
     """
     GATED: gl.constexpr = ACTIVATION == "swiglu"
     COLUMNS: gl.constexpr = ROWS * DIGITS
     ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, BLOCK_K], x_desc.layout)
+    x_ring = x_tiles(x, w_desc.dtype, HELD, STAGES, COLUMNS, BLOCK_K)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    BYTES: gl.constexpr = w_desc.block_type.nbytes + (0 if HELD else x.block_type.nbytes)
     first, row, part = gl.program_id(0) * ROWS, gl.program_id(1) * BLOCK_N, gl.program_id(2)
     begin = part * tiles * BLOCK_K
     for s in gl.static_range(STAGES):
@@ -86,17 +91,19 @@ def _ring_kernel(
     if DEPENDENT:
         griddepcontrol("wait")
         griddepcontrol("launch_dependents")
-    for s in gl.static_range(STAGES):
-        async_load(
-            x_desc, [first * DIGITS, begin + s * BLOCK_K], bars.index(s), x_ring.index(s), pred=s < tiles
-        )
+    if HELD:
+        x_scales = hold_codes(x + begin, x_ring, tiles)
+    else:
+        for s in gl.static_range(STAGES):
+            place = [first * DIGITS, begin + s * BLOCK_K]
+            async_load(x, place, bars.index(s), x_ring.index(s), pred=s < tiles)
     SUM: gl.constexpr = gl.int32 if w_desc.dtype == gl.int8 else gl.float32
     sums = hopper.warpgroup_mma_init(gl.zeros((BLOCK_N, COLUMNS), SUM, layout))
     stage = 0
     phase = 0
     for tile in range(tiles):
         mbarrier.wait(bars.index(stage), phase)
-        x_tile = x_ring.index(stage).permute((1, 0))
+        x_tile = x_ring.index(tile if HELD else stage).permute((1, 0))
         w_tile = ring.index(stage)
         if GATED:
             w_tile = w_tile.reshape((BLOCK_N, BLOCK_K))
@@ -109,15 +116,18 @@ def _ring_kernel(
             bar = bars.index(free)
             mbarrier.expect(bar, BYTES, pred=more)
             load_weights(w_desc, row, begin + ahead * BLOCK_K, bar, ring, free, GATED, more)
-            async_load(x_desc, [first * DIGITS, begin + ahead * BLOCK_K], bar, x_ring.index(free), pred=more)
+            if not HELD:
+                place = [first * DIGITS, begin + ahead * BLOCK_K]
+                async_load(x, place, bar, x_ring.index(free), pred=more)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
     y = hopper.warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     if scales_ptr is not None:
-        y = y.to(gl.float32) * scales[:, None]
-        y = scaled(y, x_scales_ptr, first, M, DIGITS, w_desc.dtype)
+        if not HELD:
+            x_scales = load_x_scales(x_scales_ptr, first, M, COLUMNS, DIGITS, layout)
+        y = scaled(y.to(gl.float32) * scales[:, None], x_scales, DIGITS, w_desc.dtype)
     finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION, layout)
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
@@ -161,18 +171,78 @@ def finish(y, bias, out_ptr, first, row, part, M, N, ACTIVATION: gl.constexpr, l
 
 
 @gluon.jit
-def scaled(sums, x_scales_ptr, first, M, DIGITS: gl.constexpr, dtype: gl.constexpr):
-    """Return fp32 sums ``[BLOCK_N, ROWS x DIGITS]`` times the scales of x, added up to ``[BLOCK_N, ROWS]``.
+def x_tiles(
+    x, dtype: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Return shared memory for tiles of x ``[COLUMNS, BLOCK_K]``: of STAGES, or of all that are held."""
+    if HELD:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, 128], dtype)
+        return gl.allocate_shared_memory(dtype, [HELD, COLUMNS, 128], layout)
+    else:
+        return gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, BLOCK_K], x.layout)
 
-    first: the first row of x. dtype: that of its codes.
+
+@gluon.jit
+def hold_codes(x_ptr, held, n_tiles):
+    """Quantise ``n_tiles`` tiles of a row x to two digits, in all columns, and return its scale.
+
+    held: shared memory ``[TILES, COLUMNS, 128]`` for the codes.
+    """
+    TILES: gl.constexpr = held.shape[0]
+    TIMES: gl.constexpr = held.shape[1] // 2
+    LARGEST: gl.constexpr = 127.0 if held.dtype == gl.int8 else 448.0
+    FINER: gl.constexpr = 254.0 if held.dtype == gl.int8 else 16.0  # ``quantized.FINER``
+    own: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    tile = gl.arange(0, TILES, layout=gl.SliceLayout(1, own))[:, None]
+    place = x_ptr + tile * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, own))[None, :]
+    x = gl.load(place, mask=tile < n_tiles, other=0.0).to(gl.float32)
+    largest = gl.max(gl.max(gl.where(x == x, gl.abs(x), float("inf")), axis=0), axis=0)
+    scale = gl.maximum(largest / LARGEST, 1.1754943508222875e-38)  # the smallest normal number
+    x = gl.minimum(gl.maximum(x * (1.0 / scale), -LARGEST), LARGEST)
+    first = nearest(x, held.dtype)
+    rest = nearest((x - first) * FINER, held.dtype)
+    codes = gl.permute(gl.join(first.to(held.dtype), rest.to(held.dtype)), (0, 2, 1))
+    codes = gl.reshape(codes, (TILES, 1, 2, 128)).broadcast_to((TILES, TIMES, 2, 128))
+    whole: gl.constexpr = [TILES * held.shape[1], 128]
+    reinterpret(held, held.dtype, whole, held.layout).store(gl.reshape(codes, whole))
+    hopper.fence_async_shared()
+    return scale
+
+
+@gluon.jit
+def nearest(x, dtype: gl.constexpr):
+    """Round to the nearest code, in fp32.
+
+    That of FP8 keeps 3 bits of mantissa; reading a code back instead is miscompiled by ptxas 12.8.
+    """
+    if dtype == gl.int8:
+        return (x + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest integer
+    else:
+        bits = (x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000
+        return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def load_x_scales(
+    x_scales_ptr, first, M, COLUMNS: gl.constexpr, DIGITS: gl.constexpr, layout: gl.constexpr
+):
+    """Load the scale of each column of codes of x. first: the first row of x. layout: that of sums."""
+    m = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)) // DIGITS
+    return gl.load(x_scales_ptr + m, mask=m < M, other=0.0)
+
+
+@gluon.jit
+def scaled(sums, x_scales, DIGITS: gl.constexpr, dtype: gl.constexpr):
+    """Return fp32 sums ``[BLOCK_N, ROWS x DIGITS]`` times scales of x, added up to ``[BLOCK_N, ROWS]``.
+
+    x_scales: the scale of each column, or that of all. dtype: that of x's codes.
     """
     N: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     LOW: gl.constexpr = 1 / 254 if dtype == gl.int8 else 1 / 16  # ``quantized.FINER``
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums.type.layout))
-    m = first + c // DIGITS
-    factor = gl.load(x_scales_ptr + m, mask=m < M, other=0.0) * gl.where(c % DIGITS == 0, 1.0, LOW)
-    y = sums * factor[None, :]
+    y = sums * (gl.where(c % DIGITS == 0, 1.0, LOW) * x_scales)[None, :]
     return gl.sum(gl.reshape(y, (N, COLUMNS // 2, 2)), axis=2) if DIGITS == 2 else y
 
 
@@ -225,27 +295,30 @@ def block_n_of(rows: int, n: int, parts: int) -> int:
     return 2 * BLOCK_N if rows > 32 and parts == 1 and n > 3 * BLOCK_N * NUM_SMS else BLOCK_N
 
 
-def stages_of(columns: int, programs: int, tiles: int, block_n: int = BLOCK_N, itemsize: int = 2) -> int:
+def stages_of(
+    columns: int, programs: int, tiles: int, block_n: int = BLOCK_N, itemsize: int = 2, held: int = 0
+) -> int:
     """Return the number of stages of a program that multiplies ``tiles`` tiles.
 
     columns: rows of x per program, or of their codes.
     itemsize: bytes of a weight, and of an element or code of x.
-
+    held: the result of :func:`held_of`, or 0.
     """
-    stage_bytes = itemsize * (block_n + columns) * BLOCK_K
-    return fitting_stages(stage_bytes, programs, tiles, 2 * MOST_STAGES // itemsize)
+    stage_bytes = itemsize * (block_n + (0 if held else columns)) * BLOCK_K
+    held_bytes = held * columns * BLOCK_K
+    return fitting_stages(stage_bytes, programs, tiles, 2 * MOST_STAGES // itemsize, held_bytes)
 
 
-def fitting_stages(stage_bytes: int, programs: int, tiles: int, most: int) -> int:
+def fitting_stages(stage_bytes: int, programs: int, tiles: int, most: int, held_bytes: int = 0) -> int:
     """Return the number of stages of a program that multiplies ``tiles`` tiles, at most ``most``.
 
-    stage_bytes: shared memory of a stage.
+    stage_bytes, held_bytes: shared memory of a stage, and of other things.
 
     A stage is filled again while the tensor core reads another: there are at least two, unless all tiles fit
     in one.
     """
     shared_bytes = max(FEWEST_BYTES, SHARED_BYTES // cdiv(programs, NUM_SMS))
-    return min(most, tiles, max(2, shared_bytes // stage_bytes))
+    return min(most, tiles, max(2, (shared_bytes - held_bytes) // stage_bytes))
 
 
 def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
@@ -253,12 +326,15 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
 
     x: ``[M, K]``, or ``QuantizedRows`` if the weight is quantised, too. The tensors must be contiguous, and
         rows of K elements or codes a multiple of 16 bytes; for "swiglu", N must be a multiple of 16.
-    weight: ``[N, K]``, or a ``QuantizedWeight``.
+    weight: ``[N, K]``, or a ``QuantizedWeight``, for which programs quantise x to two digits if it is a
+        tensor; this requires :func:`holds`.
     dependent: the launch mode, as in ``launch_options``.
     """
     (rows, k), n, dtype = x.shape, len(weight), x.dtype
     weight, scales = parts_of_weight(weight)
-    x, x_scales, digits = (x.codes.flatten(0, 1), x.scales, x.digits) if scales is not None else (x, None, 1)
+    x, x_scales, digits = parts_of_rows(x)
+    held = held_of(k // parts) if scales is not None and x_scales is None else 0
+    digits = 2 if held else digits
     width = n // 2 if activation == "swiglu" else n
     size, kind = ((rows, width), dtype) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(*size, dtype=kind, device=x.device)
@@ -266,14 +342,25 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     columns = min(MOST_COLUMNS, max(8, digits * next_power_of_2(rows)))
     padded = columns // digits
     row_blocks, blocks, tiles = cdiv(rows, padded), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)
-    stages = stages_of(columns, row_blocks * blocks * parts, tiles, block_n, weight.element_size())
+    stages = stages_of(columns, row_blocks * blocks * parts, tiles, block_n, weight.element_size(), held)
     weights = described_pairs(weight, block_n) if activation == "swiglu" else described(weight, block_n)
     _ring_kernel[(row_blocks, blocks, parts)](
-        weights, described(x, columns), scales, x_scales, x if bias is None else bias, out, rows, n, tiles,
-        ROWS=padded, DIGITS=digits, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None,
-        ACTIVATION=activation, REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
+        weights, x if held else described(x.view(-1, k), columns), scales, x_scales,
+        out if bias is None else bias, out, rows, n, tiles, ROWS=padded, DIGITS=digits, HELD=held,
+        BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, BIAS=bias is not None, ACTIVATION=activation,
+        REFILL=tiles > stages, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
     return out
+
+
+def holds(rows: int, k: int, parts: int) -> bool:
+    """Return whether each program can quantise its range of K: of a single row, in pairs of tiles."""
+    return rows == 1 and k // parts <= HELD_K and k % (parts * 2 * BLOCK_K) == 0
+
+
+def held_of(k: int) -> int:
+    """Return how many tiles, a power of two, hold k elements."""
+    return next_power_of_2(cdiv(k, BLOCK_K))
 
 
 def described(tensor: Tensor, rows: int, columns: int = BLOCK_K) -> GluonDescriptor:

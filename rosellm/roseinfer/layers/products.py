@@ -301,7 +301,8 @@ class SomeRowsProducts(PlainProducts):
 class QuantizedProducts(SomeRowsProducts):
     """The four GEMMs of codes by codes, on a GPU with a ring.
 
-    form: the format of activations. The norm before ``qkv`` and ``up`` quantises their input.
+    form: the format of activations. The norm before ``qkv`` and ``up`` quantises their input; ``out`` and
+        ``down`` quantise theirs, by a kernel of its own or, for a single row, in the GEMM's programs.
     library: the GEMMs that the vendor's library runs (FP8 with one digit); a subset of ``ALL``.
     qkv_parts: as in :class:`SomeRowsProducts`.
     """
@@ -322,19 +323,28 @@ class QuantizedProducts(SomeRowsProducts):
         return scaled_product(x, self.blocks[layer].qkv) if "qkv" in self.library else super().qkv(layer, x)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        rows, out = self.quantize(x=x), self.blocks[layer].out
-        return scaled_product(rows, out)[None] if "out" in self.library else self._in_parts(rows, out.weight)
+        out = self.blocks[layer].out
+        return scaled_product(self.quantize(x=x), out)[None] if "out" in self.library else self._held(x, out)
 
     def up(self, layer: int, x: Any) -> Tensor:
         """Project x; the library leaves the activation to ``down``."""
         return scaled_product(x, self.blocks[layer].up) if "up" in self.library else super().up(layer, x)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        rows = self.quantize(x=x, activation=self.activation if "up" in self.library else "none")
         down = self.blocks[layer].down
-        return (
-            scaled_product(rows, down)[None] if "down" in self.library else self._in_parts(rows, down.weight)
-        )
+        if "up" not in self.library:
+            return self._held(x, down)
+        rows = self.quantize(x=x, activation=self.activation)
+        if "down" in self.library:
+            return scaled_product(rows, down)[None]
+        return self._in_parts(rows, down.weight)
+
+    def _held(self, x: Tensor, projection: Projection) -> Tensor:
+        weight = cast(QuantizedWeight, projection.weight)
+        parts = self.parts_of(len(x), *weight.shape)
+        if not ring.holds(len(x), weight.shape[1], parts):
+            return self._in_parts(self.quantize(x=x), weight)
+        return self.linear(x=x, weight=weight, parts=parts, form=self.form).view(parts, len(x), -1)
 
 
 def can_scale(dtype: torch.dtype) -> bool:
