@@ -84,7 +84,8 @@ STEPS = cases(
     ("steps --rows 0", "argument --rows: '0' is not a whole number, 1 or more"),
     ("steps --device cpu --prompt-tokens 600", "max_model_len is 633; it must be"),
     ("steps --model nobody/knows --load-format dummy", "no shape is known for 'nobody/knows'"),
-    ("tune --device cpu", "tuning needs one Hopper GPU, 16 bits, the rung small_gemm or later"),
+    ("tune --quantization int3", "argument --quantization: invalid choice: 'int3' (choose from"),
+    ("tune --device cpu --quantization int8", "tuning needs one Hopper GPU, fp16 or bf16, the rung"),
     ("tune --json file", "file is no record of tuned models: json.decoder.JSONDecodeError"),
 )
 RIVALS = cases(

@@ -14,6 +14,7 @@ from typing import Any
 from rosellm.bench.options import add_common_options, count
 from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.errors import RoseError, describe
+from rosellm.models.quantized import QUANTIZATION, WEIGHT_FORMS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.tuning import CONTEXT, tune
 
@@ -22,6 +23,7 @@ def add_to(parser: ArgumentParser) -> None:
     """Add this benchmark's options, and :func:`run` as the parser's default ``run``."""
     add = add_common_options(parser, __doc__, run)
     add("--max-batch-size", **count(256, high=1024), help="the largest number of rows")
+    add("--quantization", choices=WEIGHT_FORMS, help=QUANTIZATION)
 
 
 def run(given: Namespace) -> None:
@@ -31,6 +33,7 @@ def run(given: Namespace) -> None:
         check_writable(given.json)
         runs = _models_in(given.json)
     source = {"device": given.device, "dtype": given.dtype, "load_format": given.load_format}
+    source |= {"quantization": given.quantization}
     sizes = {"max_batch_size": given.max_batch_size, "max_model_len": 2 * CONTEXT, "warm_up": False}
     engine = Engine.load(given.model, **source, **sizes)
     found = tune(engine.step, engine.model)
@@ -38,7 +41,7 @@ def run(given: Namespace) -> None:
         before, after = median(turns["before"]), median(turns["after"])
         print(f"{rows:>4} rows {before:10.1f} µs before, {after:10.1f} µs after: {after / before:.3f} ×")
     if given.json:
-        model = Path(given.model).name
+        model = " ".join(filter(None, (Path(given.model).name, given.quantization)))
         runs |= {model: {**found, "load_format": given.load_format, "engine": engine_facts(engine)}}
         write_record(given.json, new_record("tuned", engine.device, models=runs))
 

@@ -112,7 +112,7 @@ class Engine(Owned):
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
         if model.quantization is not None:
-            _check_quantized(self.recipe, tune)
+            _check_quantized(self.recipe)
         if prefix_cache and not self.recipe.has_prefix_cache:
             raise OptionError(f"rung {self.rung!r} has no prefix cache; resident_step and later ones do")
         if deterministic:
@@ -415,11 +415,9 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
 
 
-def _check_quantized(recipe: Rung, tune: bool) -> None:
+def _check_quantized(recipe: Rung) -> None:
     if recipe.exhibit != "none":
         raise RecipeError("exhibits read weights of 16 or 32 bits; leave out quantization")
-    if tune:
-        raise OptionError("GEMMs of quantised weights cannot be tuned; leave out tune or quantization")
 
 
 def _check_kv_form(dtype: str, recipe: Rung, deterministic: bool, device: torch.device) -> str | None:

@@ -31,7 +31,8 @@ from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, FewRowsShape, filled
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import Choice, Gemm, LayersKey
-from rosellm.roseinfer.layers.fused import FastestLayers, Layers
+from rosellm.roseinfer.layers.fused import FastestLayers, Layers, QuantizedLayers
+from rosellm.roseinfer.layers.products import ALL
 from rosellm.roseinfer.steps.cuda_graph import record_graph
 from rosellm.roseinfer.steps.worker import Worker
 from rosellm.triton_or_none import cdiv, triton
@@ -39,8 +40,9 @@ from rosellm.triton_or_none import cdiv, triton
 CONTEXT, REPLAYS, TURNS, SHORTER = 64, 8, 5, 0.99
 SIZES = [size << i for i in range(6) for size in (512, 768)]  # n and k whose tiles are candidates
 MOST_HELD = 16  # chunks of a weight in registers
-REQUIRED = "tuning needs one Hopper GPU, 16 bits, the rung small_gemm or later, and deterministic=False"
+REQUIRED = "tuning needs one Hopper GPU, fp16 or bf16, the rung small_gemm or later, and deterministic=False"
 
+LayersFor = FastestLayers | QuantizedLayers
 Turns = dict[str, list[float]]  # µs per step in each turn, "before" and "after"
 Found = list[dict[str, Any]]
 
@@ -55,8 +57,9 @@ def tune_or_load(step: object, model: Transformer, folder: Path | None = None) -
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = (folder or cache / "rosellm" / "tiles") / f"{tuned.gpu_name()}.json"
     shapes = " ".join(f"{gemm.n}x{gemm.k}" for gemm in gemms_of(model, 1))
+    form = f" {model.quantization}" if model.quantization else ""
     versions = " ".join(f"{it.__name__} {it.__version__}" for it in (rosellm, torch, triton))
-    name = f"{shapes}, {_worker_of(step).n_rows} rows, {versions}"
+    name = f"{shapes}{form}, {_worker_of(step).n_rows} rows, {versions}"
     with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if (found := _read(path).get(name)) is not None:
@@ -94,20 +97,24 @@ def tune(step: object, model: Transformer) -> dict[str, Any]:
     Raises ``OptionError`` unless the GEMMs of decode steps can be ``ring.ring_linear``.
     """
     worker = _worker_of(step)
-    layers_for = cast(FastestLayers, worker.layers_for)
+    layers_for = cast(LayersFor, worker.layers_for)
     steps, choices, turns = _Steps(worker), Found(), {}
     numbers = [1 << i for i in range((worker.n_rows - 1).bit_length() + 1)]
+    gemms = {rows: gemms_of(model, rows, layers_for) for rows in numbers}
     for rows in numbers:
-        _forget([*gemms_of(model, rows), LayersKey(rows, layers_for.layer_parameters)])
-    tries = [(gemm, one) for rows in numbers for gemm in gemms_of(model, rows) for one in candidates(gemm)]
+        _forget(gemms[rows])
+        if isinstance(layers_for, FastestLayers):
+            _forget([LayersKey(rows, layers_for.layer_parameters)])
+    tries = [(gemm, one) for rows in numbers for gemm in gemms[rows] for one in candidates(gemm)]
     compile_ahead([partial(steps.run_one_layer, layers_for, gemm, choice) for gemm, choice in tries])
     for rows in tqdm(numbers, "tune", unit=" numbers of rows", delay=1):
         before = steps.captured(layers_for(rows), rows)
-        found = _tuned_gemms(steps, layers_for, gemms_of(model, rows))
-        found += _tuned_kind(steps, layers_for, rows) if rows > 1 else []
+        found = _tuned_gemms(steps, layers_for, gemms[rows])
+        if rows > 1 and isinstance(layers_for, FastestLayers):
+            found += _tuned_kind(steps, layers_for, rows)
         if layers_for(rows) is not ours(layers_for, rows):  # these GEMMs are not used
             found = [choice for choice in found if "kind" in choice]
-            _forget(gemms_of(model, rows))
+            _forget(gemms[rows])
         choices += found
         turns[str(rows)] = in_turns(before, steps.captured(layers_for(rows), rows))
     return {"choices": choices, "steps": turns}
@@ -121,29 +128,39 @@ def _forget(keys: Sequence[Gemm | LayersKey]) -> None:
 def _worker_of(step: object) -> Worker:
     worker = getattr(step, "worker", None)
     layers_for = getattr(worker, "layers_for", None)
-    if not (isinstance(layers_for, FastestLayers) and layers_for.with_ring):
+    with_ring = isinstance(layers_for, FastestLayers) and layers_for.with_ring
+    if not (with_ring or isinstance(layers_for, QuantizedLayers)):
         raise OptionError(REQUIRED)
     return cast(Worker, worker)
 
 
-def gemms_of(model: Transformer, rows: int) -> list[Gemm]:
-    """Return the four GEMMs of a layer, the largest weight first."""
-    block, mlp = model.blocks[0], model.config.mlp
-    given = (block.qkv, "none"), (block.out, "none"), (block.up, mlp), (block.down, "none")
-    gemms = [Gemm(rows, it.weight.shape[0], it.weight.shape[1], activation) for it, activation in given]
+def gemms_of(model: Transformer, rows: int, layers_for: LayersFor | None = None) -> list[Gemm]:
+    """Return the GEMMs of a layer, or those that can be tuned in ``layers_for``, the largest weight first."""
+    gemms = []
+    for name in layers_for.tunable(rows) if isinstance(layers_for, QuantizedLayers) else ALL:
+        n, k = getattr(model.blocks[0], name).weight.shape
+        activation = model.config.mlp if name == "up" else "none"
+        gemms.append(Gemm(rows, n, k, activation, model.quantization))
     return sorted(gemms, key=lambda gemm: -gemm.n * gemm.k)
 
 
 def candidates(gemm: Gemm) -> list[Choice]:
-    """Return the tiles that the rules choose for any shape, and the ring, each with several ranges of K."""
-    rows, n, k, activation = gemm
+    """Return the tiles that the rules choose for any shape, and the ring, each with several ranges of K.
+
+    For quantised weights, return only the ring, with 64 and 128 weight rows per program.
+    """
+    rows, n, k, activation, form = gemm
+    ranges = [parts for parts in (1, 2, 4, 8) if parts == 1 or activation == "none"]
+    if form is not None:
+        whole = [parts for parts in ranges if cdiv(k, ring.BLOCK_K) >= 2 * parts]
+        return [Choice(parts, (m * ring.BLOCK_N,)) for parts in whole for m in (1, 2)]
     shapes = [(n, k) for n in SIZES for k in SIZES]
     if rows == 1:
         one_row = {FewRowsShape(*best("few_rows", rows=1, n=n, k=k, bits=16)) for n, k in shapes}
         held = {filled(tile, k) for tile in one_row if tile.block_k}
         return [Choice(1, tuple(tile)) for tile in sorted(held) if tile.held <= MOST_HELD]
     found = []
-    for parts in (1, 2, 4, 8) if activation == "none" else (1,):
+    for parts in ranges:
         in_ring = cdiv(k, ring.BLOCK_K) >= 2 * parts and parts * cdiv(n, ring.BLOCK_N) <= 2 * ring.NUM_SMS
         if rows <= 2 * ring.MOST_ROWS and k % 8 == 0 and n % 16 == 0 and in_ring:
             found.append(Choice(parts, None))
@@ -171,7 +188,7 @@ class _Steps:
         attend = self.worker.bind(state, self.worker.variant(rows, seen, seen))
         return layers(state.tokens, state.positions, attend, n_layers)
 
-    def run_one_layer(self, layers_for: FastestLayers, gemm: Gemm, choice: Choice) -> None:
+    def run_one_layer(self, layers_for: LayersFor, gemm: Gemm, choice: Choice) -> None:
         with trying(gemm, choice):
             self.run(ours(layers_for, gemm.rows), gemm.rows, 1)
 
@@ -180,7 +197,10 @@ class _Steps:
         return record_graph(partial(self.run, layers, rows), None)
 
 
-def ours(layers_for: FastestLayers, rows: int) -> Layers:
+def ours(layers_for: LayersFor, rows: int) -> Layers:
+    """Return the layers whose GEMMs are tuned."""
+    if isinstance(layers_for, QuantizedLayers):
+        return layers_for(rows)
     return layers_for.variants["few" if rows == 1 else "some"]
 
 
@@ -224,7 +244,7 @@ def is_shorter(turns: Turns) -> bool:
     return median(turns["after"]) <= SHORTER * median(turns["before"])
 
 
-def _tuned_gemms(steps: _Steps, layers_for: FastestLayers, gemms: list[Gemm]) -> Found:
+def _tuned_gemms(steps: _Steps, layers_for: LayersFor, gemms: list[Gemm]) -> Found:
     """Tune one GEMM after another, each with the choices made so far."""
     found: Found = []
     for gemm in gemms:

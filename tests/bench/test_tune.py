@@ -13,14 +13,16 @@ CHOICE = {"rows": 1, "n": 64, "k": 64, "activation": "none", "parts": 1, "tile":
 
 def test_a_record_keeps_the_models_that_it_had(tmp_path, capsys, monkeypatch):
     path = tmp_path / "tuned.json"
-    for after, model in ((50.0, SHIPPED), (80.0, "rose-tiny-qwen3"), (90.0, SHIPPED)):
-        found = {"choices": [CHOICE], "steps": {"1": {"before": [100.0] * 3, "after": [after] * 3}}}
+    in_8_bits = "--quantization", "int8"
+    for after, *model in ((50, SHIPPED), (80, "rose-tiny-qwen3"), (90, SHIPPED), (70, SHIPPED, *in_8_bits)):
+        found = {"choices": [CHOICE], "steps": {"1": {"before": [100.0] * 3, "after": [after * 1.0] * 3}}}
         monkeypatch.setattr(tune, "tune", lambda step, model, found=found: found)
-        assert main(["tune", "--model", model, "--device", "cpu", "--json", str(path)]) == 0
+        assert main(["tune", "--model", *model, "--device", "cpu", "--json", str(path)]) == 0
         assert f"{after / 100:.3f} ×" in capsys.readouterr().out
     models = json.loads(path.read_text())["models"]
     assert {name: one["steps"]["1"]["after"][0] for name, one in models.items()} == {
         SHIPPED: 90.0,
         "rose-tiny-qwen3": 80.0,
+        f"{SHIPPED} int8": 70.0,
     }
     assert models[SHIPPED]["choices"] == [CHOICE]

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rosellm.errors import OptionError
+from rosellm.models.model import Transformer
+from rosellm.models.quantized import QuantizedRows, RowFormat
 from rosellm.roseinfer import tuning
 from rosellm.roseinfer.kernels import few_rows, linear, ring, tuned
 from rosellm.roseinfer.kernels.few_rows import few_rows_linear, few_rows_linear_ref
 from rosellm.roseinfer.kernels.linear import some_rows_linear
 from rosellm.roseinfer.kernels.table import TRITON
-from rosellm.roseinfer.kernels.tuned import Choice, Gemm
+from rosellm.roseinfer.kernels.tuned import Choice, Gemm, LayersKey
 from rosellm.roseinfer.tuning import candidates, gemms_of, tune, tune_or_load
 from rosellm.triton_or_none import next_power_of_2
-from tests.helpers import random_model, small_config, small_engine
-from tests.roseinfer.kernels.kernel_checks import assert_near
+from tests.helpers import CPU, random_model, small_config, small_engine
+from tests.roseinfer.kernels.kernel_checks import assert_near, quantized
 
 RING = Choice(2, None)
 SIZES = {"d_model": 1024, "n_heads": 16, "d_ff": 2048, "n_layers": 1}
+
+
+def quantised_model(form):
+    return Transformer.allocate(small_config(**SIZES), CPU, torch.bfloat16, quantization=form)
 
 
 @pytest.fixture
@@ -45,7 +52,8 @@ def planted(table, monkeypatch):
     times: dict = {}
 
     def captured(self, layers, rows):
-        kind = next(k for k, v in self.worker.layers_for.variants.items() if v is layers)
+        variants = getattr(self.worker.layers_for, "variants", {})
+        kind = next((k for k, v in variants.items() if v is layers), None)
         chosen = {key: one for key, one in table.items() if key.rows == rows}
         us = [times[it] for it in [*chosen.items(), (rows, kind)] if it in times]
         return min(us, default=100.0)
@@ -76,18 +84,48 @@ def test_the_library_takes_over_the_rows_for_which_it_is_faster(engine, table, p
     assert layers_for(1) is layers_for.variants["few"]
 
 
-def test_a_model_is_tuned_once_for_all_processes(table, planted, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "n_tuned"), [("fp8", {128: 4, 256: 3, 512: 0}), ("int8", {512: 4}), ("int4", {256: 4, 512: 0})]
+)
+def test_of_a_quantised_model_the_gemms_of_our_ring_are_tuned_for_its_format(form, n_tuned, table, planted):
+    model, wide = quantised_model(form), (128,)
+    engine = small_engine(model, kernels=TRITON, max_batch_size=512, num_kv_blocks=4)
+    layers_for = engine.step.worker.layers_for
+    tried = {rows: gemms_of(model, rows, layers_for) for rows in n_tuned}
+    assert {rows: len(gemms) for rows, gemms in tried.items()} == n_tuned
+    qkv, up, down, _ = gemms_of(model, 2)
+    in_16_bits = {Gemm(*up[:4]): RING, LayersKey(2, model.config.n_layer_parameters): "library"}
+    table |= in_16_bits
+    planted |= {(qkv, Choice(4, wide)): 95.0, (down, Choice(8, (64,))): 90.0, (up, Choice(1, wide)): 99.5}
+    found = tune(engine.step, model)
+    assert found["steps"]["2"] == {"before": [100.0] * 5, "after": [90.0] * 5}
+    kept = dict(tuned.parsed(json.loads(json.dumps(found["choices"]))))
+    assert kept == {qkv: Choice(4, wide), down: Choice(8, (64,))} and table == in_16_bits | kept
+    products = layers_for(2).products
+    assert products.qkv_parts_of(2, qkv.n, qkv.k) == 4 and products.parts_of(2, down.n, down.k) == 8
+
+
+def test_the_projection_whose_partial_sums_nobody_adds_up_is_not_tuned(table):
+    attending = replace(TRITON, append_and_attend=lambda **operands: TRITON.append_and_attend(**operands))
+    for kernels, n_tuned in ((TRITON, 4), (attending, 3)):
+        engine = small_engine(quantised_model("int8"), kernels=kernels, num_kv_blocks=4)
+        assert len(gemms_of(engine.model, 2, engine.step.worker.layers_for)) == n_tuned
+
+
+def test_a_model_is_tuned_once_for_all_processes_in_each_format(table, planted, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = random_model(0, small_config(**SIZES))
+    models = [random_model(0, small_config(**SIZES)), quantised_model("int8"), quantised_model("int4")]
     sizes = {"kernels": TRITON, "max_batch_size": 2, "num_kv_blocks": 4, "tune": True}
-    gemm = gemms_of(model, 1)[0]
-    planted[gemm, candidates(gemm)[0]] = 90.0
-    small_engine(model, **sizes)
-    first = dict(table)
-    table.clear()
+    gemms = [gemms_of(model, 2)[0] for model in models]
+    planted |= {(gemm, candidates(gemm)[-1]): 90.0 - 5 * i for i, gemm in enumerate(gemms)}
+    for model in models:
+        small_engine(model, **sizes)
+    assert list(table) == gemms
     monkeypatch.setattr(tuning, "tune", lambda *_arguments: pytest.fail("tuned again"))
-    small_engine(model, **sizes)
-    assert table == first and list(first) == [gemm]
+    for model, gemm in zip(models, gemms, strict=True):
+        table.clear()
+        small_engine(model, **sizes)
+        assert table == {gemm: candidates(gemm)[-1]}
     assert [path.name for path in (tmp_path / "rosellm/tiles").iterdir()] == ["cpu.json"]
 
 
@@ -124,10 +162,14 @@ def test_without_a_hopper_gpu_there_is_nothing_to_tune():
 def test_candidates_divide_k_and_fit_the_ring(seed):
     draw = random.Random(seed)
     activation = draw.choice(("none", "gelu", "swiglu"))
-    gemm = Gemm(1 << draw.randrange(9), 8 * draw.randint(8, 2000), 8 * draw.randint(2, 1600), activation)
+    form = draw.choice((None, None, "fp8", "int4"))
+    rows, n, k = 1 << draw.randrange(9), 8 * draw.randint(8, 2000), 8 * draw.randint(2, 1600)
+    gemm = Gemm(rows, n, k, activation, form)
     for parts, tile in candidates(gemm):
         assert parts == 1 or activation == "none"
-        if gemm.rows == 1:
+        if form is not None:
+            assert tile in [(64,), (128,)] and gemm.k > (2 * parts - 1) * ring.BLOCK_K
+        elif gemm.rows == 1:
             assert few_rows.FewRowsShape(*tile).held <= tuning.MOST_HELD
         elif tile is None:
             assert gemm.rows <= 128 and gemm.k >= 2 * parts * ring.BLOCK_K - ring.BLOCK_K
@@ -145,6 +187,15 @@ def test_a_gemm_takes_its_tuned_kernel_if_its_ranges_of_k_are_those(table, monke
     table[Gemm(8, 32, 256, "none")] = Choice(1, (16, 16, 64, 4, 2))
     assert linear.tile_of(x, weight, "none", 1) == (16, 16, 64, 4, 2)
     assert linear.tile_of(x, weight, "none", 2) != (16, 16, 64, 4, 2)
+
+
+@pytest.mark.parametrize(("form", "gemm"), [("int8", "ring.ring_linear"), ("int4", "grouped_ring_linear")])
+def test_a_ring_of_codes_has_its_tuned_number_of_weight_rows(form, gemm, table, monkeypatch):
+    monkeypatch.setattr(f"rosellm.roseinfer.kernels.linear.{gemm}", lambda **given: given["block_n"])
+    x = QuantizedRows.of(torch.ones(5, 256), RowFormat("int8", 1))
+    given = {"x": x, "weight": quantized(torch.ones(32, 256), form)}
+    table |= {Gemm(8, 32, 256, "none", form): Choice(2, (128,)), Gemm(8, 32, 256, "none"): Choice(1, (16,))}
+    assert some_rows_linear(**given, parts=2) == 128 and some_rows_linear(**given, parts=1) is None
 
 
 def test_a_gemm_of_one_row_takes_its_tuned_tile(table, monkeypatch):

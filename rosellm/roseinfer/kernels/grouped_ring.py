@@ -179,13 +179,13 @@ def groups_of(columns: int) -> int:
 
 def grouped_ring_linear(
     *, x: AnyRows, weight: GroupedWeight, bias=None, activation: str = "none", parts=1,
-    dependent: int = False,
+    block_n: int | None = None, dependent: int = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
     x: ``[M, K]``, in codes of "int8"; or a tensor, as in :func:`ring.ring_linear`.
     weight: ``[N, K]``, with 16-bit scales; N must be a multiple of 16.
-    dependent: the launch mode, as in ``launch_options``.
+    block_n, dependent: as in ``ring.ring_linear``.
     """
     (rows, k), n, dtype = x.shape, len(weight), x.dtype
     x, x_scales, digits = parts_of_rows(x)
@@ -195,7 +195,8 @@ def grouped_ring_linear(
     size, kind = ((rows, width), dtype) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(*size, dtype=kind, device=x.device)
     columns = min(MOST_COLUMNS, max(8, digits * next_power_of_2(rows)))
-    padded, groups, block_n = columns // digits, groups_of(columns), block_n_of(columns // 2, n, parts)
+    padded, groups = columns // digits, groups_of(columns)
+    block_n = block_n or block_n_of(columns // 2, n, parts)
     row_blocks, blocks = cdiv(rows, padded), cdiv(n, block_n)
     tiles = cdiv(cdiv(k, GROUP * groups), parts)
     stage_bytes = groups * (GROUP // 2 * block_n + GROUP * (0 if held else columns) + 2 * block_n)

@@ -307,11 +307,13 @@ def some_rows_linear(
     copies: True to use TMA where that is faster; False to load tiles in the same way for any number of rows.
     """
     (rows, k), n = x.shape, len(weight)
-    tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts, form)
-    if tile is None:
+    in_ring = form is not None or isinstance(x, QuantizedRows)
+    tile = shape(rows, n, k, x.dtype, parts) if shape else tile_of(x, weight, activation, parts, in_ring)
+    if tile is None or len(tile) == 1:
         fused = {"bias": bias, "activation": activation}
         gemm = grouped_ring_linear if isinstance(weight, GroupedWeight) else ring.ring_linear
-        return gemm(x=x, weight=weight, **fused, parts=parts, dependent=dependent)
+        block_n = tile and tile[0]
+        return gemm(x=x, weight=weight, **fused, parts=parts, block_n=block_n, dependent=dependent)
     width = output_width(n, activation)
     weight, scales = parts_of_weight(weight)
     out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
@@ -330,17 +332,19 @@ def some_rows_linear(
 
 
 def tile_of(
-    x: AnyRows, weight: AnyWeight, activation: str, parts: int, form: RowFormat | None = None
-) -> Shape | None:
-    """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``."""
+    x: AnyRows, weight: AnyWeight, activation: str, parts: int, in_ring: bool = False
+) -> Shape | tuple[int] | None:
+    """Return the tuned tile, or else the fastest measured one; None for ``ring.ring_linear``.
+
+    in_ring: whether only the ring can run; what is tuned is then its ``block_n`` alone.
+    """
     rows, (n, k) = len(x), weight.shape
-    if form is not None or isinstance(x, QuantizedRows):
-        return None
-    can_tune = ring.runs_on(x.device, x.dtype) and isinstance(weight, Tensor)
-    tuned = choice_of(rows, n, k, activation) if can_tune else None
+    form = None if isinstance(weight, Tensor) else weight.form
+    can_tune = in_ring or (form is None and ring.runs_on(x.device, x.dtype))
+    tuned = choice_of(rows, n, k, activation, form) if can_tune else None
     if tuned is not None and tuned.parts == parts:
         return tuned.tile
-    if ring.is_faster(x, weight, activation, parts):
+    if in_ring or ring.is_faster(x, weight, activation, parts):
         return None
     return some_rows_shape(rows, n, k, x.dtype, parts)
 

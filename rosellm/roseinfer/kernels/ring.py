@@ -321,13 +321,17 @@ def fitting_stages(stage_bytes: int, programs: int, tiles: int, most: int, held_
     return min(most, tiles, max(2, (shared_bytes - held_bytes) // stage_bytes))
 
 
-def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, dependent: int = False) -> Tensor:
+def ring_linear(
+    *, x, weight, bias=None, activation: str = "none", parts=1, block_n: int | None = None,
+    dependent: int = False,
+) -> Tensor:  # fmt: skip
     """Compute ``f(x @ weight.T + bias)`` as ``linear.some_rows_linear_ref`` does, in Gluon.
 
     x: ``[M, K]``, or ``QuantizedRows`` if the weight is quantised, too. The tensors must be contiguous, and
         rows of K elements or codes a multiple of 16 bytes; for "swiglu", N must be a multiple of 16.
     weight: ``[N, K]``, or a ``QuantizedWeight``, for which programs quantise x to two digits if it is a
         tensor; this requires :func:`holds`.
+    block_n: the number of weight rows per program, 64 or 128; None for that of :func:`block_n_of`.
     dependent: the launch mode, as in ``launch_options``.
     """
     (rows, k), n, dtype = x.shape, len(weight), x.dtype
@@ -338,7 +342,7 @@ def ring_linear(*, x, weight, bias=None, activation: str = "none", parts=1, depe
     width = n // 2 if activation == "swiglu" else n
     size, kind = ((rows, width), dtype) if parts == 1 else ((parts, rows, n), torch.float32)
     out = torch.empty(*size, dtype=kind, device=x.device)
-    block_n = block_n_of(rows if scales is None else MOST_COLUMNS, n, parts)
+    block_n = block_n or block_n_of(rows if scales is None else MOST_COLUMNS, n, parts)
     columns = min(MOST_COLUMNS, max(8, digits * next_power_of_2(rows)))
     padded = columns // digits
     row_blocks, blocks, tiles = cdiv(rows, padded), cdiv(n, block_n), cdiv(cdiv(k, BLOCK_K), parts)

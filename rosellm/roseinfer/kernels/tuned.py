@@ -21,17 +21,19 @@ FOLDER = Path(__file__).parent / "tiles"
 
 
 class Gemm(NamedTuple):
-    """A GEMM of a decode step, in 16 bits.
+    """A GEMM of a decode step.
 
     rows: number of rows, rounded up to a power of two.
     n, k: shape of the weight.
     activation: "none", "gelu" or "swiglu".
+    form: the format of a quantised weight, one of ``quantized.WEIGHT_FORMS``; None for 16 bits.
     """
 
     rows: int
     n: int
     k: int
     activation: str
+    form: str | None = None
 
 
 class LayersKey(NamedTuple):
@@ -45,16 +47,17 @@ class Choice(NamedTuple):
     """How to compute a GEMM.
 
     parts: number of ranges of K.
-    tile: a ``few_rows.FewRowsShape`` for one row, otherwise a ``linear.Shape``; None for the ring.
+    tile: a ``few_rows.FewRowsShape`` for one row, otherwise a ``linear.Shape``; None for the ring. Of a
+        quantised weight, which the ring takes, only the number of weight rows per program, as a tuple.
     """
 
     parts: int
     tile: Any
 
 
-def choice_of(rows: int, n: int, k: int, activation: str) -> Choice | None:
-    """Return the tuned choice for a GEMM in 16 bits, or None."""
-    return table().get(Gemm(next_power_of_2(rows), n, k, activation))
+def choice_of(rows: int, n: int, k: int, activation: str, form: str | None = None) -> Choice | None:
+    """Return the tuned choice for a GEMM of any number of rows, otherwise as :class:`Gemm`; or None."""
+    return table().get(Gemm(next_power_of_2(rows), n, k, activation, form))
 
 
 def kind_of(rows: int, parameters: int) -> Literal["few", "some", "library"] | None:
@@ -83,4 +86,5 @@ def parsed(choices: Iterable[dict[str, Any]]) -> Iterable[tuple[Gemm | LayersKey
             yield LayersKey(it["rows"], it["parameters"]), it["kind"]
         else:
             tile = None if it["tile"] is None else tuple(it["tile"])
-            yield Gemm(it["rows"], it["n"], it["k"], it["activation"]), Choice(it["parts"], tile)
+            gemm = Gemm(it["rows"], it["n"], it["k"], it["activation"], it.get("form"))
+            yield gemm, Choice(it["parts"], tile)

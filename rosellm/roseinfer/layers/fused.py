@@ -8,6 +8,7 @@ running the first layers alone loads them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -168,10 +169,28 @@ class FastestLayers:
         return self.variants[fastest_products(rows, self.layer_parameters, self.with_ring)]
 
 
+@dataclass(frozen=True)
+class QuantizedLayers:
+    """A function from the number of rows to the layers of a quantised model, on a GPU with a ring.
+
+    up_to: the largest numbers of rows, and the layers for them.
+    """
+
+    up_to: tuple[tuple[float, FusedLayers], ...]
+
+    def __call__(self, rows: int) -> FusedLayers:
+        return next(layers for limit, layers in self.up_to if rows <= limit)
+
+    def tunable(self, rows: int) -> Collection[str]:
+        """Return the names of the GEMMs that a tuner can choose for."""
+        products = self(rows).products
+        return products.tunable if isinstance(products, QuantizedProducts) else ()
+
+
 def quantized_layers(
-    model: Transformer, kernels: Kernels, qkv_parts: Parts | None, dequantized: Layers
-) -> Callable[[int], Layers]:
-    """Return a function from a number of rows to the layers of a quantised model, on a GPU with a ring.
+    model: Transformer, kernels: Kernels, qkv_parts: Parts | None, dequantized: FusedLayers
+) -> QuantizedLayers:
+    """Return the layers of a quantised model for any number of rows.
 
     Up to ``FINE_ROWS`` rows, or ``FEW_ROWS`` with weights of 4 bits, activations have two digits: there,
     reading the weights takes longer than the second GEMM. With more rows, they have one.
@@ -180,7 +199,7 @@ def quantized_layers(
     """
     form = cast(str, model.quantization)
 
-    def layers(digits: int, library: Collection[str] = ()) -> Layers:
+    def layers(digits: int, library: Collection[str] = ()) -> FusedLayers:
         products = QuantizedProducts(model, kernels, RowFormat(ROW_FORMS[form], digits), library, qkv_parts)
         return FusedLayers(model, products, kernels)
 
@@ -189,8 +208,8 @@ def quantized_layers(
     wide, widest = (layers(1, ("up",)), layers(1, ALL)) if has_library else (coarse, coarse)
     if form == "int4":
         widest = dequantized
-    most = (FEW_ROWS if form == "int4" else FINE_ROWS, fine), (128, coarse), (256, wide)
-    return lambda rows: next((it for limit, it in most if rows <= limit), widest)
+    most_fine = FEW_ROWS if form == "int4" else FINE_ROWS
+    return QuantizedLayers(((most_fine, fine), (128, coarse), (256, wide), (math.inf, widest)))
 
 
 def build_layers(

@@ -305,6 +305,7 @@ class QuantizedProducts(SomeRowsProducts):
         ``down`` quantise theirs, by a kernel of its own or, for a single row, in the GEMM's programs.
     library: the GEMMs that the vendor's library runs (FP8 with one digit); a subset of ``ALL``.
     qkv_parts: as in :class:`SomeRowsProducts`.
+    tunable: the GEMMs that a tuner can choose for.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class QuantizedProducts(SomeRowsProducts):
     ) -> None:
         super().__init__(model, kernels, quantized_parts(model.quantization), qkv_parts)
         self.form, self.library = form, library
+        self.tunable = [name for name in ALL if name not in library and (name != "qkv" or qkv_parts)]
         self.quantize = partial(kernels.quantize, form=form)
 
     def qkv(self, layer: int, x: Any) -> Tensor:
@@ -371,21 +373,27 @@ def ring_parts_of(rows: int, n: int, k: int) -> int:
 
 
 def quantized_parts(form: str | None) -> Parts:
-    """Return a function that gives the number of ranges of K for weights of a format, for the ring."""
+    """Return a function that gives the tuned number of ranges of K, or else a fast one, for the ring.
+
+    form: the format of the weights.
+    """
 
     def parts(rows: int, n: int, k: int) -> int:
         few = 6 if form == "int4" else 3  # programs per multiprocessor, at most
         programs = few if rows <= 32 else 1
         return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_COLUMNS))
 
-    return parts
+    return tuned_or(parts, form)
 
 
-def tuned_or(parts: Parts) -> Parts:
-    """Return a function that gives the tuned number of ranges of K, or else that of ``parts``."""
+def tuned_or(parts: Parts, form: str | None = None) -> Parts:
+    """Return a function that gives the tuned number of ranges of K, or else that of ``parts``.
+
+    form: the format of the weights; None for 16 bits.
+    """
 
     def tuned_parts(rows: int, n: int, k: int) -> int:
-        choice = choice_of(rows, n, k, "none")
+        choice = choice_of(rows, n, k, "none", form)
         return parts(rows, n, k) if choice is None else choice.parts
 
     return tuned_parts
