@@ -129,11 +129,8 @@ def _grouped_ring_kernel(
         sums: gl.tuple = ()
         for g in gl.static_range(GROUPS):
             codes = _unpacked(w_tile.slice(64 * g, 64, 1).load(_bytes_layout(BLOCK_N, warps)), layout)
-            if HELD:
-                x_tile = x_ring.index(tile * GROUPS + g)
-            else:
-                x_tile = x_ring.index(stage).slice(128 * g, 128, 1)
-            x_codes = x_tile.permute((1, 0))
+            at = tile * GROUPS + g if HELD else stage
+            x_codes = x_ring.index(at).slice(0 if HELD else 128 * g, 128, 1).permute((1, 0))
             sums += (hopper.warpgroup_mma(codes, x_codes, nothing, use_acc=False, is_async=True),)
         if REFILL:  # the previous products have ended, so that their stage is free
             ahead = tile - 1 + STAGES
@@ -208,8 +205,8 @@ def grouped_ring_linear(
     _grouped_ring_kernel[(row_blocks, blocks, parts)](
         weights, scales, x if held else described(x.view(-1, k), columns, GROUP * groups), x_scales,
         out if bias is None else bias, out, rows, n, tiles, ROWS=padded, DIGITS=digits, HELD=held,
-        BLOCK_N=block_n, GROUPS=groups, STAGES=stages, BIAS=bias is not None, ACTIVATION=activation, REFILL=tiles > stages, num_warps=block_n // 16,
-        **launch_options(dependent),
+        BLOCK_N=block_n, GROUPS=groups, STAGES=stages, BIAS=bias is not None, ACTIVATION=activation,
+        REFILL=tiles > stages, num_warps=block_n // 16, **launch_options(dependent),
     )  # fmt: skip
     return out
 

@@ -217,16 +217,14 @@ def nearest(x, dtype: gl.constexpr):
     That of FP8 keeps 3 bits of mantissa; reading a code back instead is miscompiled by ptxas 12.8.
     """
     if dtype == gl.int8:
-        return (x + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest integer
+        x = (x + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest integer
     else:
-        bits = (x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000
-        return bits.to(gl.float32, bitcast=True)
+        x = ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
+    return x
 
 
 @gluon.jit
-def load_x_scales(
-    x_scales_ptr, first, M, COLUMNS: gl.constexpr, DIGITS: gl.constexpr, layout: gl.constexpr
-):
+def load_x_scales(x_scales_ptr, first, M, COLUMNS: gl.constexpr, DIGITS: gl.constexpr, layout: gl.constexpr):
     """Load the scale of each column of codes of x. first: the first row of x. layout: that of sums."""
     m = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)) // DIGITS
     return gl.load(x_scales_ptr + m, mask=m < M, other=0.0)
