@@ -344,7 +344,7 @@ def tile_of(
     tuned = choice_of(rows, n, k, activation, form) if can_tune else None
     if tuned is not None and tuned.parts == parts:
         return tuned.tile
-    if in_ring or ring.is_faster(x, weight, activation, parts):
+    if in_ring or not isinstance(x, Tensor) or ring.is_faster(x, weight, activation, parts):
         return None
     return some_rows_shape(rows, n, k, x.dtype, parts)
 

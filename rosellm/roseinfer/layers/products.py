@@ -379,8 +379,7 @@ def quantized_parts(form: str | None) -> Parts:
     """
 
     def parts(rows: int, n: int, k: int) -> int:
-        few = 6 if form == "int4" else 3  # programs per multiprocessor, at most
-        programs = few if rows <= 32 else 1
+        programs = 3 if rows <= 32 else 1  # per multiprocessor, at most
         return ring.parts_of(rows, n, k, programs * ring.NUM_SMS // cdiv(rows, ring.MOST_COLUMNS))
 
     return tuned_or(parts, form)
