@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.kernels import ring, ring_attention
 from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref
-from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, ring_rows, variant_for, whole_rows
+from rosellm.roseinfer.kernels.attention_plan import SHORT, Plan, Variant, ring_rows, variant_for, whole_rows
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 
 NARROW, FEW_HEADS = 1536, 12  # features, and KV heads, at most
@@ -125,6 +126,7 @@ class SplitAppendAndAttend(AppendAndAttend):
     On Hopper GPUs, keys and values are copied before the queries are ready, where that is faster. For a
     single row, wide models and models with many KV heads do not use it: their GEMMs would slow down by more
     than attention gains, probably because shared memory is taken from the L1 cache that they load through.
+    Quantised weights are not loaded through it; there, short rows alone do not use it.
     """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
@@ -134,11 +136,14 @@ class SplitAppendAndAttend(AppendAndAttend):
         self.is_quantized = isinstance(blocks.k_cache, QuantizedHeads)
         can_run = can_run and not self.is_quantized
         self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
-        self.fewest_rows = 1 if c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS else 2
+        is_narrow = c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS
+        wide_from = SHORT + 1 if model.quantization else math.inf
+        self.alone_from = 0 if is_narrow else wide_from  # cached tokens of a single row
 
-    def choose(self, rows: int, *sizes: Any) -> Variant:
-        in_flight = ring_rows(rows, *sizes) if self.has_ring and rows >= self.fewest_rows else None
-        chosen = in_flight or variant_for(rows, *sizes)
+    def choose(self, rows: int, kv_heads: int, longest: int, *sizes: Any) -> Variant:
+        in_flight = self.has_ring and (rows > 1 or longest >= self.alone_from)
+        sizes = rows, kv_heads, longest, *sizes
+        chosen = (ring_rows(*sizes) if in_flight else None) or variant_for(*sizes)
         return for_codes(chosen) if self.is_quantized else chosen
 
 

@@ -11,7 +11,7 @@ import torch
 from rosellm.models.quantized import ROW_FORMS, QuantizedRows, RowFormat, full
 from rosellm.roseinfer.kernels import ring
 from rosellm.roseinfer.kernels.grouped_ring import grouped_ring_linear
-from rosellm.roseinfer.kernels.linear import some_rows_linear_ref
+from rosellm.roseinfer.kernels.linear import some_rows_linear, some_rows_linear_ref
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import HOPPER, TOLERANCE, assert_near, quantized
 
@@ -46,6 +46,25 @@ def test_products_of_any_shape_are_those_of_the_spec_whatever_the_memory_held(se
     assert_sums_are(found, given, 1e-2 if form == "fp8" else None)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs wgmma, which Hopper GPUs have")
+@pytest.mark.parametrize("seed", range(24))
+def test_a_row_that_programs_quantise_themselves_has_the_products_of_the_spec(seed):
+    draw, form = random.Random(seed), ("fp8", "int8", "int4")[seed % 3]
+    torch.manual_seed(seed)
+    parts, n = draw.choice((1, 2, 3, 4, 8)), 16 * draw.randint(1, 500)
+    k = 256 * parts * draw.randint(1, 16)
+    x, weight = torch.randn(1, k, device="cuda"), torch.randn(n, k, device="cuda") / k**0.5
+    x = (x * 10 ** draw.uniform(-3, 3)).to((torch.bfloat16, torch.float16)[seed // 3 % 2])
+    given = {"x": x, "weight": quantized(weight.to(x.dtype), form), "parts": parts}
+    given["form"] = RowFormat(ROW_FORMS[form], 2)
+    assert ring.holds(1, k, parts)
+    found, expected = some_rows_linear(**given, dependent=draw.random() < 0.5), some_rows_linear_ref(**given)
+    assert_near(found, expected, 1e-2 if form == "fp8" else TOLERANCE.get(found.dtype, 2e-3))
+    x[0, -1] = float("nan")
+    assert not some_rows_linear(**given).view(parts, n)[-1].isfinite().any()
+
+
 def assert_sums_are(found, given, tolerance=None):
     """Ranges of K are in whole tiles here, and equally long in the spec: their sums are compared.
 
@@ -75,6 +94,9 @@ def test_a_program_has_a_stage_to_fill_while_it_multiplies_another():
         stages = ring.stages_of(columns, programs, tiles, block_n, itemsize)
         assert min(2, tiles) <= stages <= min(tiles, 2 * ring.MOST_STAGES // itemsize)
         assert stages * (block_n + columns) * ring.BLOCK_K * itemsize < SHARED_MEMORY[90]
+        held = ring.held_of(ring.HELD_K)
+        stages = ring.stages_of(8, programs, tiles, block_n, 1, held)
+        assert min(2, tiles) <= stages and (stages * block_n + held * 8) * ring.BLOCK_K < SHARED_MEMORY[90]
 
 
 def test_a_program_owns_128_weight_rows_only_with_many_rows_of_x_and_programs_enough():
