@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import median
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rosellm.bench.formats import log_probabilities, set_digits
-from rosellm.bench.workloads import MODEL_WORKLOADS
+from rosellm.bench.workloads import MODEL_WORKLOADS, Workload
+from rosellm.lab.figures.charts import Chart
+from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.records.records import Results, read_us
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -38,6 +41,7 @@ SHAPES = {
     )
 }
 DECODED = "D1", "D8", "D64"  # workloads of 1, 8 and 64 requests
+STEPS = "none", "fp8", "int4"  # formats of steps in the chart
 LENGTH = 128  # tokens of a window
 Rounding = Callable[[Tensor], Tensor]
 
@@ -187,12 +191,12 @@ def millinats_of_heads(exact: Transformer, windows: list[Tensor], rounded_to: Ro
     return 1000 * total / len(windows)
 
 
-def step_bytes(name: str, workload: str, form: str | None) -> float:
+def step_bytes(name: str, load: Workload, form: str | None) -> float:
     """What a mean step of a workload reads: layers in a format, the head in 8 bits, keys and values in 16.
 
     Without a format, all has 16 bits.
     """
-    arch, load = SHAPES[name], MODEL_WORKLOADS[workload]
+    arch = SHAPES[name]
     layers, head = arch.n_layers * sum(n * k for n, k in arch.shapes.values()), arch.vocab_size * arch.d_model
     cached = load.max_batch_size * load.mean_context * arch.kv_bytes_per_token(2)
     wide = 2 * arch.n_step_parameters + cached
@@ -201,7 +205,41 @@ def step_bytes(name: str, workload: str, form: str | None) -> float:
 
 def promised(name: str, workload: str, form: str = "fp8") -> float:
     """How many times as fast steps are, if they take as long as their bytes do."""
-    return step_bytes(name, workload, None) / step_bytes(name, workload, form)
+    load = MODEL_WORKLOADS[workload]
+    return step_bytes(name, load, None) / step_bytes(name, load, form)
+
+
+def equal_steps(results: Results, name: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """GB and µs of a mean step, by format ("none" has 16 bits) and number of sequences, all of one length."""
+    record = results.by_model("formats_steps")[name]
+    new, found = record["new_tokens"], {}
+    for form in ("none", *WEIGHT_FORMS):
+        seconds = {int(rows): median(own[form]) for rows, own in record["figures"]["seconds"].items()}
+        loads = {n: Workload("", n, new, n, prompt_tokens=record["prompt_tokens"]) for n in seconds}
+        n_bytes = {n: step_bytes(name, loads[n], None if form == "none" else form) for n in seconds}
+        found[form] = {n: (n_bytes[n] / 1e9, 1e6 * seconds[n] / new) for n in seconds}
+    return found
+
+
+def on_the_floor(results: Results, name: str, counts: Sequence[int]) -> Chart:
+    """Steps of 4, 8 and 16 bits, a line for each number of sequences, above the time to read their bytes."""
+    steps = equal_steps(results, name)
+    places = sorted(steps[form][n][0] for form in STEPS for n in counts)
+    lines = {}
+    for n in counts:
+        us = dict(steps[form][n] for form in STEPS)
+        lines[f"{n} sequence{'s' * (n > 1)}"] = [us.get(place) for place in places]
+    floor = {"time to read": [read_us(results, 1e9 * place) for place in places]}
+    title = f"A step of {name} with 4, 8 (fp8) and 16 bits"
+    chart = step_lines(places, lines, "GB per step", "µs", title=title, log_y=True, floors=floor)
+    return chart.update_traces(connectgaps=True)
+
+
+def pays_up_to(results: Results, name: str, form: str) -> int:
+    """The largest recorded number of sequences up to which every step is faster than with 16 bits, or 0."""
+    steps = equal_steps(results, name)
+    slower = [n for n, (_, us) in steps[form].items() if us >= steps["none"][n][1]]
+    return max((n for n in steps[form] if n < min(slower, default=math.inf)), default=0)
 
 
 def kv_bytes(name: str, is_quantized: bool) -> int:
@@ -224,15 +262,15 @@ def promised_with_heads(results: Results, name: str, workload: str) -> float:
         speed = figures["tokens"]["PRE"] / median(figures["seconds"]["PRE"][form or "none"])
         cached = load.max_batch_size * load.mean_context
         saved = kv_bytes(name, False) - kv_bytes(name, form is not None)
-        n_bytes = step_bytes(name, workload, form) - cached * saved
+        n_bytes = step_bytes(name, load, form) - cached * saved
         seconds.append(load.num_requests * prompt / speed + new * read_us(results, n_bytes) / 1e6)
     return seconds[0] / seconds[1]
 
 
-def gain_with_heads(results: Results, name: str, workload: str) -> float:
-    """Tokens per second with fp8 weights, keys and values, times those with 16 bits."""
+def gain_with_heads(results: Results, name: str, workload: str, form: str = "fp8+kv-fp8") -> float:
+    """Tokens per second with fp8 weights, keys and values, or those of another format, times 16 bits."""
     seconds = results.by_model("formats_kv")[name]["figures"]["seconds"][workload]
-    return median(seconds["none"]) / median(seconds["fp8+kv-fp8"])
+    return median(seconds["none"]) / median(seconds[form])
 
 
 def gains(results: Results, name: str, workload: str) -> list[float]:
