@@ -27,19 +27,21 @@ from rosellm.roseinfer.kernels.paged_cache import (
     LOG2_E,
     SMALLEST_DOT,
     AttentionShape,
+    NewTokens,
+    PagedCache,
     described_rows,
     dot_dtype,
     head_slot,
     layer_arguments,
     load_scales,
     slot_offset,
-    store_quantized,
 )
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
+from rosellm.roseinfer.kernels.prefill_ring import ring_prefill, takes
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.roseinfer.kernels.quantize import round_heads
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.roseinfer.kernels.wide_prefixes import widen
+from rosellm.roseinfer.kernels.wide_prefixes import Prefixes, widen
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
@@ -240,14 +242,10 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
     """Store keys and values ``[BLOCK_N, D]`` in the slots of positions ``place``, where ``stored``."""
     d = tl.arange(0, shape.D_PADDED)
     block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
-    if shape.DTYPE is None:
-        slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
-        target = stored[:, None] & (d < shape.D)[None, :]
-        tl.store(cache.k + slot, k, mask=target)
-        tl.store(cache.v + slot, v, mask=target)
-    else:
-        slots = head_slot(block, place % shape.BLOCK_SIZE, kv_head, shape)
-        store_quantized(cache, slots, stored, k, v, shape)
+    slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+    target = stored[:, None] & (d < shape.D)[None, :]
+    tl.store(cache.k + slot, k, mask=target)
+    tl.store(cache.v + slot, v, mask=target)
 
 
 @triton.jit
@@ -273,9 +271,9 @@ def _prefill_attention_kernel(
     """Attend with HEADS query heads of a tile per program: to the prefix, earlier new tokens, and the tile.
 
     The HEADS x BLOCK_M rows, one head after another, are multiplied by the same keys. Of the programs of one
-    KV head, the first stores the tile's keys and values. Tiles of keys to which all rows attend are neither
-    masked nor compared with positions; loops of few iterations are not pipelined, which would only cost
-    registers.
+    KV head, the first stores the tile's keys and values, unless they are quantised. Tiles of keys to which
+    all rows attend are neither masked nor compared with positions; loops of few iterations are not pipelined,
+    which would only cost registers.
 
     If ``partial`` is given, the keys before a tile may be split among several programs, in whole tiles of
     keys. Each program processes the cached keys of its share; the last program also processes all other keys,
@@ -368,7 +366,8 @@ def _prefill_attention_kernel(
         own = begin + j
         place = (first + begin).to(tl.int64) * new.kv_stride + new_tile
         k, v = _load_pair(new, place, own < n_rows, shape, True)
-        _store_pair(cache, table_ptr, position + own, own < n_stored, k, v, kv_head, shape)
+        if shape.DTYPE is None:
+            _store_pair(cache, table_ptr, position + own, own < n_stored, k, v, kv_head, shape)
         if DRAFTS:
             k, v = _harmless(k, v)
         key = position + own  # rows past n_rows read zeros and are not stored
@@ -395,13 +394,14 @@ def prefill_attention(
         with one stride).
     k_cache_layer, v_cache_layer: contiguous. No two new tokens may share a slot, and no new token may use a
         slot of a prefix that is read. If they are quantised, other kernels round k_new and v_new in place,
-        and copy ``tiles.prefixes``.
+        store their codes, and copy ``tiles.prefixes``.
     block_table: each row is contiguous.
     tiles: like block_table, written at least two kernels earlier.
     scale: must be positive.
     dependent: the launch mode, as in ``launch_options``.
-    launch: by default the result of :func:`launch_for`. Raises ``OptionError`` unless ``block_n`` is at least
-        16, and divides ``tiles.size`` if a sequence may have several tiles.
+    launch: by default the result of :func:`launch_for`, or :mod:`prefill_ring` runs where it is faster.
+        Raises ``OptionError`` unless ``block_n`` is at least 16, and divides ``tiles.size`` if a sequence may
+        have several tiles.
 
     Each program multiplies ``tiles.size`` queries of ``launch.heads`` query heads of a group (fewer if heads
     does not divide the group) by tiles of ``launch.block_n`` keys; all three are powers of two. All tensors
@@ -413,6 +413,17 @@ def prefill_attention(
     block_n, num_warps, num_stages, heads = launch or launch_for(q.dtype, shape.D, shape.GROUP)
     if block_n < SMALLEST_DOT or (tiles.size % block_n and not tiles.are_drafts):
         raise OptionError(f"block_n={block_n} must divide the tiles' {tiles.size} and be >= {SMALLEST_DOT}")
+    copies, firsts = None, None
+    if isinstance(k_cache_layer, QuantizedHeads):
+        round_heads(
+            new=new, cache=cache, block_table=block_table, tiles=tiles, shape=shape, dependent=dependent
+        )
+        copies, firsts = _copied_prefixes(new, cache, shape, tiles.prefixes, dependent)
+    if launch is None and takes(q, shape, tiles, window):
+        return ring_prefill(
+            new=new, cache=cache, copies=copies, firsts=firsts, block_table=block_table, tiles=tiles,
+            scale=scale, shape=shape, dependent=dependent,
+        )  # fmt: skip
     out = q.new_empty(q.shape)
     partial = new_partial(q, tiles.columns.shape[1] * tiles.size) if tiles.in_pieces else None
     table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
@@ -425,15 +436,9 @@ def prefill_attention(
     }
     blocks["DRAFTS"] = tiles.are_drafts
     copied = _described(new.k, new.v, block_n, shape)
-    cached, firsts = (None, None), None
-    if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
+    cached = (None, None) if copies is None else _described(*copies, block_n, shape)
+    if copies is None and copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
         cached = described_rows(cache, block_n)
-    if isinstance(k_cache_layer, QuantizedHeads):
-        round_heads(k=k_new, v=v_new, dtype=k_cache_layer.codes.dtype, dependent=dependent)
-        if tiles.prefixes is not None:
-            firsts, ids = tiles.prefixes
-            wide = widen(cache=cache, shape=shape, blocks=ids, dtype=q.dtype, dependent=dependent)
-            cached = _described(*wide, block_n, shape)
     _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
         out, partial, new, *copied, cache, *cached, firsts, *table, *columns, scale * LOG2_E, shape,
         together, **blocks, num_warps=num_warps, num_stages=num_stages, **launch_options(dependent),
@@ -441,6 +446,21 @@ def prefill_attention(
     if partial is not None:
         combine_tiles(out, partial, tiles, dependent)
     return out
+
+
+def _copied_prefixes(
+    new: NewTokens, cache: PagedCache, shape: AttentionShape, prefixes: Prefixes | None, dependent: int
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Return copies of quantised prefixes, and where each begins; None for both if codes are to be read.
+
+    If there is no prefix, return the new tokens in place of copies, since TMA takes no empty tensor.
+    """
+    if prefixes is None:
+        return None, None
+    if not len(prefixes.blocks):
+        return (new.k, new.v), prefixes.firsts
+    blocks, dtype = prefixes.blocks, new.q.dtype
+    return widen(cache=cache, shape=shape, blocks=blocks, dtype=dtype, dependent=dependent), prefixes.firsts
 
 
 def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):

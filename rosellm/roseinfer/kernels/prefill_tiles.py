@@ -29,14 +29,14 @@ PIECE_KEYS = 16  # keys to which a head attends while one piece is combined, on 
 class Tiles:
     """The programs of one prefill.
 
-    columns: the result of :func:`tile_columns`, on the device; its rows may be strided. An empty tile does
-        nothing.
+    columns: the result of :func:`tile_columns`, on the device; its rows may be strided. Empty tiles, which
+        do nothing, come last.
     size: maximum number of queries per tile.
     in_pieces: whether a program may compute only one piece of its tile; False if every tile is a single
         piece.
     are_drafts: whether every sequence is a single tile, of its last token and drafts.
-    prefixes: the cached prefixes that are copied in the model's dtype first if the cache is quantised; None
-        reads the codes in each program.
+    prefixes: the cached prefixes, which are all copied in the model's dtype first if the cache is quantised;
+        without blocks if there are none. None reads the codes in each program.
     """
 
     columns: Tensor

@@ -1,4 +1,4 @@
-"""Quantised activations, and dequantised weights for GEMMs by the vendor's library."""
+"""Quantised activations, keys and values, and dequantised weights for GEMMs by the vendor's library."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from rosellm.models.quantized import (
 from rosellm.roseinfer.kernels.codes import coded, nearest
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import Activation, activated_ref, gelu, output_width, silu
+from rosellm.roseinfer.kernels.paged_cache import (
+    AttentionShape,
+    NewTokens,
+    PagedCache,
+    head_slot,
+    store_quantized,
+)
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import cdiv, next_power_of_2, tl, triton
 
 ROLES = {"_quantize_kernel": "elementwise", "_round_heads_kernel": "elementwise"}
@@ -79,22 +87,36 @@ def _quantize_kernel(
     store_codes(x, codes_ptr, scales_ptr, row, c, inside, C, DIGITS, FINER)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tiles_stride", "table_stride"],
+    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
+)
 def _round_heads_kernel(
-    k_ptr, v_ptr, row_stride, H: tl.constexpr, H_PADDED: tl.constexpr, D: tl.constexpr,
-    D_PADDED: tl.constexpr, dtype: tl.constexpr, DEPENDENT: tl.constexpr,
+    new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, shape: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Round all keys or all values of one token per program."""
-    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, H_PADDED)[:, None]
-    d = tl.arange(0, D_PADDED)[None, :]
-    inside = (head < H) & (d < D)
+    """Quantise one head's keys and values of a tile per program."""
+    tiles_ptr += tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first, n_rows = tl.load(tiles_ptr).to(tl.int64), tl.load(tiles_ptr + tiles_stride)
+    position, piece = tl.load(tiles_ptr + 2 * tiles_stride), tl.load(tiles_ptr + 6 * tiles_stride)
+    table_ptr += tl.load(tiles_ptr + 5 * tiles_stride).to(tl.int64) * table_stride
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    heads_ptr = k_ptr if tl.program_id(1) == 0 else v_ptr
-    place = heads_ptr + row * row_stride + head * D + d
-    codes, scales = coded(tl.load(place, mask=inside, other=0.0).to(tl.float32), dtype)
-    rounded = codes.to(tl.float32) * scales[:, None]
-    tl.store(place, rounded.to(heads_ptr.dtype.element_ty), mask=inside)
+    if n_rows == 0 or piece > 0:
+        return
+    i, d = tl.arange(0, ROWS), tl.arange(0, shape.D_PADDED)[None, :]
+    own = i < n_rows
+    inside = own[:, None] & (d < shape.D)
+    place = ((first + i) * new.kv_stride + kv_head * shape.D)[:, None] + d
+    k = tl.load(new.k + place, mask=inside, other=0.0)
+    v = tl.load(new.v + place, mask=inside, other=0.0)
+    slot = position + i
+    block = tl.load(table_ptr + slot // shape.BLOCK_SIZE, mask=own, other=0)
+    slots = head_slot(block, slot % shape.BLOCK_SIZE, kv_head, shape)
+    k_rounded, v_rounded = store_quantized(cache, slots, own, k, v, shape)
+    tl.store(new.k + place, k_rounded.to(k.dtype), mask=inside)
+    tl.store(new.v + place, v_rounded.to(v.dtype), mask=inside)
 
 
 @triton.jit
@@ -153,17 +175,19 @@ def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: 
     return rows
 
 
-def round_heads(*, k: Tensor, v: Tensor, dtype: torch.dtype, dependent: int = False) -> None:
-    """Round k and v ``[N, H_kv, D]`` in place to codes times scales, one scale per token and head, in Triton.
+def round_heads(
+    *, new: NewTokens, cache: PagedCache, block_table: Tensor, tiles: Tiles, shape: AttentionShape,
+    dependent: int = False,
+) -> None:  # fmt: skip
+    """Store the codes and scales of new keys and values, and round these in place to what is read, in Triton.
 
-    k and v are slices of one fused projection, with a common row stride and contiguous ``[H_kv, D]``.
-
-    dtype: that of the codes.
+    new, cache, shape: a layer's, from ``layer_arguments``.
+    block_table, tiles: as in ``prefill.prefill_attention``.
     """
-    rows, n_heads, head_dim = k.shape
-    sizes = n_heads, next_power_of_2(n_heads), head_dim, next_power_of_2(head_dim)
-    kind = tl.int8 if dtype == torch.int8 else tl.float8e4nv
-    _round_heads_kernel[(rows, 2)](k, v, k.stride(0), *sizes, kind, num_warps=4, **launch_options(dependent))
+    _round_heads_kernel[(tiles.columns.shape[1], shape.H_KV)](
+        new, cache, block_table, block_table.stride(0), tiles.columns, tiles.columns.stride(0), shape,
+        tiles.size, num_warps=8, **launch_options(dependent),
+    )  # fmt: skip
 
 
 def dequantize(*, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

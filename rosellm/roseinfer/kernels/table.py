@@ -33,6 +33,7 @@ from rosellm.roseinfer.kernels import (
     penalties,
     prefill,
     prefill_pieces,
+    prefill_ring,
     quantize,
     ring,
     ring_attention,
@@ -60,7 +61,7 @@ LAYERS = (
 )
 RINGS = ring, grouped_ring, ring_attention
 DRAFTS = speculation, verify_attention
-PREFILLS = prefill, prefill_pieces, wide_prefixes
+PREFILLS = prefill, prefill_pieces, prefill_ring, wide_prefixes
 OTHERS = advance, filtered, filtered_head, head, likely, noise, penalties
 GROUPS = LAYERS, RINGS, DRAFTS, PREFILLS, OTHERS
 ROLES = {name: role for sources in GROUPS for source in sources for name, role in source.ROLES.items()}

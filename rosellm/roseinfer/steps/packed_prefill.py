@@ -173,12 +173,14 @@ class PackedPrefill:
         return min(MOST_TOKENS // size, places * width)
 
     def _prefixes(self, words: np.ndarray, shape: Shape) -> Prefixes | None:
-        """Return the cached prefixes to copy, on the device; None if all are short, or they are too many.
+        """Return the cached prefixes to copy, on the device: those of no block if all tokens are new.
+
+        Return None if all prefixes are short, or they are too many.
 
         words: the inputs ``[shape.words]``.
         """
         inputs = PromptInputs.of(words, shape)
-        if not self._most_copied or inputs.columns[4].max() < LONG_PREFIX:
+        if not self._most_copied or 0 < inputs.columns[4].max() < LONG_PREFIX:
             return None
         starts = np.zeros(len(inputs.rows), np.int32)
         starts[inputs.columns[5]] = inputs.columns[4]

@@ -39,7 +39,7 @@ OF_CAPABILITY = {
     89: {"_dequantize", "_round_heads", "_widen"},
     90: {"_ring", "_grouped_ring", "_ring_attention", "_verify_attention", "_quantize", "_round_heads"},
 }
-OF_CAPABILITY[90] |= {"_dequantize_groups", "_widen"}
+OF_CAPABILITY[90] |= {"_dequantize_groups", "_widen", "_prefill_ring"}
 ORDINARY = {"_dequantize_groups_kernel"}  # before a GEMM by the vendor's library
 RELEASE_FIRST = {"_add_norm_kernel", "_quantize_kernel"}
 
@@ -105,8 +105,9 @@ def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
     return found
 
 
-WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x_desc", "x_tiles", "delta_ptr"}
+WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x", "x_tiles", "delta_ptr"}
 WRITTEN |= {"new", "hidden_ptr", "hidden_scales_ptr", "hidden_tiles"}  # by the kernel before, or by this
+WRITTEN |= {"k_new", "v_new"}
 WRITTEN |= {"chosen_ptr", "best_ptr"}
 IN_FLIGHT = {
     "_ring_kernel": "w_desc",

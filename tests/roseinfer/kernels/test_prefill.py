@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
+from rosellm.roseinfer.kernels.paged_cache import layer_arguments
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, Launch, prefill_attention, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill_ring import takes
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from tests.helpers import DTYPES, LARGE, bits
 from tests.roseinfer.kernels import kernel_checks as check
@@ -132,14 +136,39 @@ def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window
 
 
 @check.every_device
-def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
-    case = make_case([0], [200], n_kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 8), (128, 64)])
+def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(head_dim, block_size, device):
+    sizes = {"n_kv_heads": 1, "head_dim": head_dim, "block_size": block_size}
+    case = make_case([0], [200], **sizes, dtype=torch.bfloat16, device=device)
     chunked, found = check.copied(case), []
     for done in range(0, 200, 64):
         new = {name: case[name][done : done + 64] for name in ("q", "k_new", "v_new")}
         tiles = make_tiles([done], [len(new["q"])], rows_of([0]), BLOCK_M, device)
         found.append(prefill_attention(**chunked | new | {"tiles": tiles}))
     assert torch.equal(bits(torch.cat(found)), bits(prefill_attention(**case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not check.HOPPER, reason="needs wgmma, which Hopper GPUs have")
+@pytest.mark.parametrize("seed", range(48))
+def test_warps_that_divide_the_work_equal_the_spec_and_one_group_of_warps_bit_by_bit(seed):
+    """Bits are equal if starts are multiples of 64; empty tiles follow those of the prompts."""
+    rng, unit = random.Random(seed), (1, 64)[seed % 2]
+    kv_heads, prompts = rng.choice((1, 2, 8)), rng.choice((1, 3, 12))
+    starts = [unit * rng.randrange(rng.choice((1, 384 // unit))) for _ in range(prompts)]
+    counts = [rng.randrange(1, rng.choice((3, 130, 400))) for _ in starts]
+    sizes = {"n_heads": kv_heads * rng.choice((2, 4, 6)), "n_kv_heads": kv_heads, "head_dim": 128}
+    sizes |= {"block_size": rng.choice((64, 128)), "dtype": rng.choice((torch.bfloat16, torch.float16))}
+    case = make_case(starts, counts, **sizes, device="cuda", seed=seed)
+    columns = F.pad(case["tiles"].columns, (0, rng.choice((0, 1, 300))))
+    case["tiles"] = replace(case["tiles"], columns=columns)
+    new, caches = (case[name] for name in ("q", "k_new", "v_new")), (case[name] for name in CACHES)
+    assert takes(case["q"], layer_arguments(*new, *caches)[2], case["tiles"], None)
+    mine, theirs = check.copied(case), check.copied(case)
+    assert_attends_as_specified(case, dependent=rng.random() < 0.5)
+    if unit == 64:
+        one_group = prefill_attention(**theirs, launch=Launch(64, 4, 3))
+        assert torch.equal(bits(prefill_attention(**mine)), bits(one_group))
 
 
 @check.every_device

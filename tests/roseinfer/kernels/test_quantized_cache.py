@@ -146,18 +146,27 @@ def with_copies(case: dict, starts: list[int]) -> dict:
     return copied(case) | {"tiles": replace(case["tiles"], prefixes=prefixes)}
 
 
+STARTS = [0, 5, 64, 150]
+
+
 @every_format
 @pytest.mark.parametrize(
-    ("group", "head_dim", "block_size", "window"),
-    [(1, 20, 8, None), (2, 64, 64, None), (4, 128, 64, None), (2, 16, 16, 20), (2, 32, 24, None)],
+    ("starts", "group", "head_dim", "block_size", "window"),
+    [
+        (STARTS, 1, 20, 8, None),
+        (STARTS, 2, 64, 64, None),
+        (STARTS, 4, 128, 64, None),
+        ([0] * 4, 2, 128, 64, None),
+        (STARTS, 2, 16, 16, 20),
+        (STARTS, 2, 32, 24, None),
+    ],
 )
 def test_prefill_attention_equals_the_spec_with_and_without_copies_of_prefixes(
-    group, head_dim, block_size, window, device, form, dtype
+    starts, group, head_dim, block_size, window, device, form, dtype
 ):
     sizes = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     sizes |= {"dtype": dtype, "device": device, "window": window}
-    starts, counts = [0, 5, 64, 150], [64, 65, 1, 70]
-    case = quantised(test_prefill.make_case(starts, counts, **sizes), form)
+    case = quantised(test_prefill.make_case(starts, [64, 65, 1, 70], **sizes), form)
     if window is None:
         copies = with_copies(case, starts)
         assert_equals_spec("prefill_attention", copies)
@@ -169,7 +178,9 @@ def test_prefill_attention_equals_the_spec_with_and_without_copies_of_prefixes(
 
 
 @pytest.mark.parametrize(("device", "form", "dtype"), IN_16_BITS)
-@pytest.mark.parametrize(("head_dim", "block_size", "pieces"), [(64, 64, None), (32, 24, [1, 2, 3, 1])])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "pieces"), [(64, 64, None), (128, 64, None), (32, 24, [1, 2, 3, 1])]
+)
 def test_copies_of_prefixes_give_the_bits_of_a_cache_in_16_bits(
     head_dim, block_size, pieces, device, form, dtype
 ):
