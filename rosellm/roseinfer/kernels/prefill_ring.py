@@ -25,6 +25,7 @@ from rosellm.triton_or_none import GluonDescriptor, gl, gluon, hopper
 
 ROLES = {"_prefill_ring_kernel": "attention"}
 HEAD_DIM, STAGES = 128, 4
+FEW_TOKENS = 4096  # up to which it is not faster; these prefills are captured, with empty tiles
 
 
 @gluon.jit
@@ -269,10 +270,11 @@ def _prefill_ring_kernel(
 
 def takes(q: Tensor, shape: AttentionShape, tiles: Tiles, window: int | None) -> bool:
     """Return whether the kernel can run, and is faster than ``prefill.prefill_attention`` on an H200."""
+    is_long = len(q) > FEW_TOKENS and window is None
     fits = shape.D == HEAD_DIM and shape.GROUP % 2 == 0 and shape.BLOCK_SIZE % BOX == 0
     whole = tiles.size == BOX and not (tiles.in_pieces or tiles.are_drafts)
     readable = shape.DTYPE is None or tiles.prefixes is not None
-    return fits and whole and readable and window is None and ring.runs_on(q.device, q.dtype)
+    return is_long and fits and whole and readable and ring.runs_on(q.device, q.dtype)
 
 
 def ring_prefill(

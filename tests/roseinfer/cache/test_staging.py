@@ -8,7 +8,7 @@ import torch
 
 from rosellm.roseinfer.cache.staging import StagingBuffer
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -26,7 +26,7 @@ def test_a_staging_buffer_is_reused_and_grows(device):
 
 @pytest.mark.gpu
 def test_a_staging_buffer_on_a_gpu_is_pinned_and_its_copies_keep_their_values():
-    staging = StagingBuffer(torch.device("cuda"), torch.int32)
+    staging = StagingBuffer(torch.device("cuda:0"), torch.int32)
     sent = []
     for i in range(50):
         staging.host(1 << 20)[:] = i

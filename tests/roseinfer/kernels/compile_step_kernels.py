@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 from rosellm.models.model import Transformer
 from rosellm.models.quantized import ROW_FORMS
 from rosellm.roseinfer import assembly
-from rosellm.roseinfer.kernels import attention, linear, prefill, ring
+from rosellm.roseinfer.kernels import attention, linear, prefill, prefill_ring, ring
 from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
 from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
@@ -123,7 +123,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int, list[str]]]
     attention.dot_dtype = prefill.dot_dtype = lambda x: TRITON_DTYPES[x.dtype]
     products.scaled_product = lambda x, projection: torch.zeros(len(x), len(projection.weight), dtype=x.dtype)
     assembly.graphs_on, assembly.room_of = lambda device: FakeGraphs(), lambda *_arguments: 16
-    captured_prefill.CAPTURED_TOKENS = 384
+    captured_prefill.CAPTURED_TOKENS = prefill_ring.FEW_TOKENS = 384
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for family in MODELS if capability == H200 else ("gpt2", "qwen3"):
         launch_all(kernels, *MODELS[family], rows=ROWS.get(capability, (8,)))

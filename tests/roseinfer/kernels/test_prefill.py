@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
+from rosellm.roseinfer.kernels import prefill_ring
 from rosellm.roseinfer.kernels.paged_cache import layer_arguments
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, Launch, prefill_attention, prefill_attention_ref
-from rosellm.roseinfer.kernels.prefill_ring import takes
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from tests.helpers import DTYPES, LARGE, bits
 from tests.roseinfer.kernels import kernel_checks as check
@@ -137,7 +137,8 @@ def test_tiles_in_pieces_equal_the_spec_even_if_a_piece_has_no_key_in_the_window
 
 @check.every_device
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 8), (128, 64)])
-def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(head_dim, block_size, device):
+def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(head_dim, block_size, device, monkeypatch):
+    monkeypatch.setattr(prefill_ring, "FEW_TOKENS", 64)
     sizes = {"n_kv_heads": 1, "head_dim": head_dim, "block_size": block_size}
     case = make_case([0], [200], **sizes, dtype=torch.bfloat16, device=device)
     chunked, found = check.copied(case), []
@@ -151,8 +152,9 @@ def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(head_dim, block_size
 @pytest.mark.gpu
 @pytest.mark.skipif(not check.HOPPER, reason="needs wgmma, which Hopper GPUs have")
 @pytest.mark.parametrize("seed", range(48))
-def test_warps_that_divide_the_work_equal_the_spec_and_one_group_of_warps_bit_by_bit(seed):
+def test_warps_that_divide_the_work_equal_the_spec_and_one_group_of_warps_bit_by_bit(seed, monkeypatch):
     """Bits are equal if starts are multiples of 64; empty tiles follow those of the prompts."""
+    monkeypatch.setattr(prefill_ring, "FEW_TOKENS", 0)
     rng, unit = random.Random(seed), (1, 64)[seed % 2]
     kv_heads, prompts = rng.choice((1, 2, 8)), rng.choice((1, 3, 12))
     starts = [unit * rng.randrange(rng.choice((1, 384 // unit))) for _ in range(prompts)]
@@ -163,7 +165,7 @@ def test_warps_that_divide_the_work_equal_the_spec_and_one_group_of_warps_bit_by
     columns = F.pad(case["tiles"].columns, (0, rng.choice((0, 1, 300))))
     case["tiles"] = replace(case["tiles"], columns=columns)
     new, caches = (case[name] for name in ("q", "k_new", "v_new")), (case[name] for name in CACHES)
-    assert takes(case["q"], layer_arguments(*new, *caches)[2], case["tiles"], None)
+    assert prefill_ring.takes(case["q"], layer_arguments(*new, *caches)[2], case["tiles"], None)
     mine, theirs = check.copied(case), check.copied(case)
     assert_attends_as_specified(case, dependent=rng.random() < 0.5)
     if unit == 64:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rosellm.models.quantized import CODES, QuantizedHeads, full, rounded_heads
+from rosellm.roseinfer.kernels import prefill_ring
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan
 from rosellm.roseinfer.kernels.paged_cache import SMALLEST_DOT, layer_arguments
@@ -162,8 +163,9 @@ STARTS = [0, 5, 64, 150]
     ],
 )
 def test_prefill_attention_equals_the_spec_with_and_without_copies_of_prefixes(
-    starts, group, head_dim, block_size, window, device, form, dtype
+    starts, group, head_dim, block_size, window, device, form, dtype, monkeypatch
 ):
+    monkeypatch.setattr(prefill_ring, "FEW_TOKENS", 0)
     sizes = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     sizes |= {"dtype": dtype, "device": device, "window": window}
     case = quantised(test_prefill.make_case(starts, [64, 65, 1, 70], **sizes), form)
@@ -182,8 +184,9 @@ def test_prefill_attention_equals_the_spec_with_and_without_copies_of_prefixes(
     ("head_dim", "block_size", "pieces"), [(64, 64, None), (128, 64, None), (32, 24, [1, 2, 3, 1])]
 )
 def test_copies_of_prefixes_give_the_bits_of_a_cache_in_16_bits(
-    head_dim, block_size, pieces, device, form, dtype
+    head_dim, block_size, pieces, device, form, dtype, monkeypatch
 ):
+    monkeypatch.setattr(prefill_ring, "FEW_TOKENS", 0)
     sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     starts, counts = [0, 64, 192, 128], [64, 65, 1, 70]
     made = test_prefill.make_case(starts, counts, pieces=pieces, **sizes, dtype=dtype, device=device)
