@@ -232,6 +232,8 @@ def on_the_floor(results: Results, name: str, counts: Sequence[int]) -> Chart:
     floor = {"time to read": [read_us(results, 1e9 * place) for place in places]}
     title = f"A step of {name} with 4, 8 (fp8) and 16 bits"
     chart = step_lines(places, lines, "GB per step", "µs", title=title, log_y=True, floors=floor)
+    ticks = [0, 4, 8, 12, 16]
+    chart.update_xaxes(tickvals=ticks, ticktext=ticks, rangemode="tozero")
     return chart.update_traces(connectgaps=True)
 
 
@@ -249,8 +251,8 @@ def kv_bytes(name: str, is_quantized: bool) -> int:
     return one_byte + 4 * one_byte // arch.head_dim if is_quantized else 2 * one_byte
 
 
-def promised_with_heads(results: Results, name: str, workload: str) -> float:
-    """How many times as fast a whole run is with fp8 weights, keys and values.
+def promised_with_heads(results: Results, name: str, workload: str, weights: str | None = "fp8") -> float:
+    """How many times as fast a whole run is with weights of a format and fp8 keys and values.
 
     Its prompts are read at the recorded speed of PRE, and its steps take as long as their bytes do.
     """
@@ -258,10 +260,10 @@ def promised_with_heads(results: Results, name: str, workload: str) -> float:
     new = ((load.min_new_tokens or load.max_new_tokens) + load.max_new_tokens) / 2
     prompt = ((load.min_prompt_tokens or load.prompt_tokens or 0) + (load.prompt_tokens or 0)) / 2
     seconds = []
-    for form in (None, "fp8"):
+    for form, is_quantized in ((None, False), (weights, True)):
         speed = figures["tokens"]["PRE"] / median(figures["seconds"]["PRE"][form or "none"])
         cached = load.max_batch_size * load.mean_context
-        saved = kv_bytes(name, False) - kv_bytes(name, form is not None)
+        saved = kv_bytes(name, False) - kv_bytes(name, is_quantized)
         n_bytes = step_bytes(name, load, form) - cached * saved
         seconds.append(load.num_requests * prompt / speed + new * read_us(results, n_bytes) / 1e6)
     return seconds[0] / seconds[1]

@@ -19,7 +19,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED
 from tests.claims.reading import ROOT, falsified, number, rows, said, wrong
 
-busy = load_exhibit("busy")
+busy, formats = load_exhibit("busy"), load_exhibit("formats")
 
 H200, H100, CPU = find(), find("nvidia-h100-80gb-hbm3"), find("cpu")
 RIVALS = _rivals_file()
@@ -332,13 +332,23 @@ def formats_tables(text: str) -> Claims:
     claims: Claims = []
     for table, record, forms in (
         ("formats", "formats", ("fp8", "int8", "int4")),
-        ("heads", "formats_kv", ("fp8+kv-fp8",)),
+        ("heads", "formats_kv", ("kv-fp8", "fp8+kv-fp8")),
     ):
         for model, workload, *cells in rows(text, table):
             figures = H200.by_model(record)[model]["figures"]
             seconds = {form: median(s) for form, s in figures["seconds"][workload].items()}
             found = [figures["tokens"][workload] / seconds["none"]]
             claims += zip([*found, *(seconds["none"] / seconds[form] for form in forms)], cells, strict=True)
+    faster = r"8 bits make steps of 1 to (\d+) sequences faster, 4 bits those of 1 to (\d+)"
+    for model in ("Llama-3.1-8B", "Llama-3.2-1B"):
+        up_to = {form: formats.pays_up_to(H200, model, form) for form in formats.WEIGHT_FORMS}
+        assert up_to["int8"] == up_to["fp8"]
+        claims += zip([up_to["fp8"], up_to["int4"]], said(" ".join(text.split()), faster), strict=True)
+    steps = formats.equal_steps(H200, "Qwen3-0.6B")
+    most = max(
+        us / steps[form][n][1] for n, (_, us) in steps["none"].items() for form in formats.WEIGHT_FORMS
+    )
+    claims += zip([100 * (most - 1)], said(text, r"no step is more than (\d+)% faster"), strict=True)
     sizes = H200.by_model("formats")["Llama-3.1-8B"]["figures"]["weight_bytes"]
     found = [sum(sizes[form].values()) / 1e9 for form in ("none", "fp8", "int4")]
     pattern = r"of Llama-3.1-8B take (\S+) GB with 16 bits, (\S+) GB with 8 and (\S+) GB with 4\."
