@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm import SamplingParams
+from rosellm.models.loading import arch_of
 from rosellm.roseinfer.cache.device_state import FIELDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.tensor_parallel import slower_line
 from tests.helpers import MODERN, random_prompts, small_config
 from tests.roseinfer.ranks import logits_of, ranks_of, saved, threaded_ranks, tokens_of
 from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
@@ -75,6 +78,18 @@ def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
             ids = [manager.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
             texts.append(["".join(manager.stream_text(request_id)) for request_id in ids])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks", "is_slower"),
+    [("Qwen/Qwen3-0.6B", 2, True), ("gpt2", 4, True), ("meta-llama/Llama-3.1-8B", 2, False)],
+)
+def test_a_line_says_when_layers_are_so_small_that_one_gpu_decodes_faster(name, n_ranks, is_slower):
+    model = SimpleNamespace(whole=arch_of(name, "dummy"), dtype=torch.bfloat16)
+    line = slower_line(model, n_ranks)
+    assert (line is not None) == is_slower
+    if line is not None:
+        assert f"faster than tensor_parallel_size={n_ranks}" in line and "\n" not in line
 
 
 # Any program.

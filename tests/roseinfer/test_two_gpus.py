@@ -40,7 +40,9 @@ def test_two_gpus_give_the_tokens_of_one_in_fp32(model, all_reduce):
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_logits_of_two_gpus_in_bf16_are_those_of_one(model):
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512}
-    one, two = (logits_of(llm(model, n, **options).engine, PROMPTS, GREEDY, 3) for n in (1, 2))
+    one = logits_of(llm(model, 1, **options).engine, PROMPTS, GREEDY, 3)
+    with pytest.warns(UserWarning, match="one GPU probably decodes faster"):
+        two = logits_of(llm(model, 2, **options).engine, PROMPTS, GREEDY, 3)
     assert (one - two).abs().max() < 0.1 * one.std()  # logits of 2 to 4 are 1/64 apart in bf16
 
 
