@@ -7,10 +7,12 @@ import math
 from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.records import REFERENCE, Results, _rivals_file, find, read_us, results_folder
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.recipe import BEST_RUNG
-from tests.claims.reading import claim, number, prose, said
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
+from tests.claims.reading import claim, number, prose, said, table_row
 
+RESULTS = find()
 models, model_ladder = load_exhibit("models"), load_exhibit("model_ladder")
+roles = load_exhibit("roles_chart")
 # 22
 
 
@@ -24,10 +26,35 @@ def test_the_published_figures_and_ours_are_those_of_the_records():
     claim("22", words, kernel, graph, ours)
 
 
+# 26
+
+
+def test_one_part_is_there_for_decoding():
+    parts = "GPT-2's parts", "RMSNorm, no biases", "RoPE", "SwiGLU", "8 key heads for 32"
+    weights, _, heads, _ = zip(*(table_row("26", part) for part in parts), strict=True)
+    said(prose("26"), r"saves three quarters of the K/V of 64 sequences of 4,096 tokens")
+    assert len(set(heads[:4])) == 1 and abs(heads[4] / heads[0] - 1 / 4) < 0.002
+    (most,) = said(prose("26"), r"no other part changes a step by more than (\S+) GB")
+    changed = {part: abs(two - one) for part, one, two in zip(parts[1:], weights, weights[1:], strict=False)}
+    assert max(gb for part, gb in changed.items() if part != "8 key heads for 32") <= number(most)
+    added, saved = 100 * (weights[3] / weights[2] - 1), 100 * (1 - weights[4] / weights[3])
+    claim("26", r"SwiGLU adds (\d+) % to them, and shared keys save (\d+) %", added, saved)
+
+
+def test_the_modern_model_predicts_better_and_differs_in_more_than_its_parts():
+    old, new = (RESULTS.load(name) for name in ("train", "train-qwen3"))
+    scores = [one["validation"]["perplexity"] for one in (new, old)]
+    claim("26", r"its perplexity is (\S+), against (\S+), after the same", *scores)
+    assert old["tokens_seen"] == new["tokens_seen"]
+    claim("26", r"after the same (\d+) million tokens", old["tokens_seen"] / 1e6)
+    windows = new["model"]["max_position_embeddings"], old["model"]["n_positions"]
+    parameters = [one["model"]["n_parameters"] for one in (old, new)]
+    words = r"windows of ([\d,]+) tokens, not (\d+), in half as many steps, and it has (\d+) % more"
+    claim("26", words, *windows, 100 * (parameters[1] / parameters[0] - 1))
+    assert 2 * new["steps"] == old["steps"]
+
+
 # 27
-
-
-RESULTS = find()
 TIMES = {
     name: {row.workload: models.speed_up(row) for row in models.lease_table(RESULTS, name)}
     for name in models.recorded_shapes(RESULTS)
@@ -56,7 +83,166 @@ def test_leads_over_vllm_are_those_of_one_session():
     assert all(one["L32K"] < one["D1"] for one in TIMES.values())
 
 
+SHAPES = models.recorded_shapes(RESULTS)
+QWEN, LLAMA_1B, LLAMA_8B = SHAPES
+CACHED = {"D1": 256, "L32K": 32_128}  # tokens at mid-run
+
+
+def knee(name: str, batch: int = 1) -> float:
+    """The context at which a step reads as many bytes of K/V as of weights."""
+    arch = SHAPES[name]
+    return arch.n_step_parameters * 2 / (batch * arch.kv_bytes_per_token(2))
+
+
+def test_the_smallest_model_has_the_earliest_knee():
+    said(
+        prose("27"), r"it caches nearly as much per token as the 8B model\. At L32K only Qwen3-0.6B is beyond"
+    )
+    said(prose("27"), "at L8K, with 16 sequences, all three models are")
+    assert [name for name in SHAPES if knee(name) < 32_000] == [QWEN] == [min(SHAPES, key=knee)]
+    assert all(knee(name, batch=16) < 8192 for name in SHAPES)
+    assert 0.8 < SHAPES[QWEN].kv_bytes_per_token(2) / SHAPES[LLAMA_8B].kv_bytes_per_token(2) < 1
+
+
+def test_long_runs_are_far_from_their_floor_for_their_prompts():
+    runs = {(name, w): models.medians(RESULTS, name, w) for name in SHAPES for w in CACHED}
+    step = {key: run["decode_step_mean_s"] * 1e6 for key, run in runs.items()}
+    read = {
+        (name, w): arch.n_step_parameters * 2 + n * arch.kv_bytes_per_token(2)
+        for name, arch in SHAPES.items()
+        for w, n in CACHED.items()
+    }
+    floor = {key: read_us(RESULTS, n_bytes) for key, n_bytes in read.items()}
+    said(prose("27"), "Nearly half of the Llamas' L32K runs computes the prompt")
+    long = [runs[name, "L32K"] for name in (LLAMA_1B, LLAMA_8B)]
+    assert all(0.45 < run["prefill_time_s"] / run["total_time_s"] < 0.5 for run in long)
+    said(prose("27"), "a step of the 1B model is as near its floor as at 256")
+    near = {key: 100 * floor[key] / us for key, us in step.items()}
+    assert abs(near[LLAMA_1B, "L32K"] - near[LLAMA_1B, "D1"]) < 1
+    claim("27", r"8B model is (\d+) points further", near[LLAMA_8B, "D1"] - near[LLAMA_8B, "L32K"])
+    few, many = (QWEN, "D1"), (QWEN, "L32K")
+    words = r"reads (\S+) times the bytes in (\S+) times the time, .* its step grows by only (\d+) %"
+    overhead = {key: step[key] - floor[key] for key in (few, many)}
+    percent = 100 * (overhead[many] / overhead[few] - 1)
+    claim("27", words, read[many] / read[few], step[many] / step[few], percent)
+
+
 # 28
+
+
+LADDERS = model_ladder.twin_ladders(RESULTS, QWEN)
+LEDGERS = model_ladder.recorded_ledgers(RESULTS, QWEN)
+
+
+def foretold(name: str, workload: str, rung: str = BEST_RUNG) -> float:
+    """µs of a step, predicted from GPT-2's."""
+    return model_ladder.foretold_ladder(RESULTS, SHAPES[name], workload)[rung]
+
+
+def test_the_guess_holds_for_one_sequence_and_fails_for_64_of_the_largest_model():
+    step = {(w, name): model_ladder.mean_step_us(RESULTS, name, w) for w in ("D1", "D64") for name in SHAPES}
+    off = {(w, name): 100 * abs(us / foretold(name, w) - 1) for (w, name), us in step.items()}
+    words = r"it is within (\d+) % of all three recorded steps"
+    claim("28", words, max(off["D1", name] for name in SHAPES))
+    words = r"For 64 sequences it is (\d+) % off for the small models"
+    for name in (QWEN, LLAMA_1B):
+        claim("28", words, off["D64", name])
+    floor = {w: model_ladder.step_floor_us(RESULTS, SHAPES[LLAMA_8B], w) for w in ("D1", "D64")}
+    said(prose("28"), "because nine tenths of its step are the floor")
+    assert round(floor["D1"] / step["D1", LLAMA_8B], 1) == 0.9
+    rest, predicted = (us - floor["D64"] for us in (step["D64", LLAMA_8B], foretold(LLAMA_8B, "D64")))
+    claim("28", r"8B model's step is (\S+) times as long as predicted", rest / predicted)
+
+
+def paying() -> dict[str, set[str]]:
+    """Ladder → rungs that take at least 5 % off a step, by more than engines or turns differ."""
+    found = {}
+    for name, steps in model_ladder.twin_steps(RESULTS, QWEN).items():
+        rungs = [
+            rung
+            for rung in LADDERS["GPT-2, W0"]
+            if BEFORE.get(rung) in steps and rung in LADDERS["Qwen3, D1"]
+        ]
+        pairs = {rung: (steps[BEFORE[rung]], steps[rung]) for rung in rungs}
+        found[name] = {
+            rung
+            for rung, (old, new) in pairs.items()
+            if new.us <= 0.95 * old.us and new.spread_us[1] < old.spread_us[0]
+        }
+    return found
+
+
+def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
+    one, modern_one, many, modern_many = paying().values()
+    words = r"(\d+) of its (\d+) at one sequence and at 64, where (\d+) others pay as well"
+    for old, new in ((one, modern_one), (many, modern_many)):
+        claim("28", words, len(old & new), len(old), len(modern_many - many))
+    assert "fused_head" in one & many and "fused_head" not in modern_one | modern_many
+    said(prose("28"), "slow only for GPT-2's odd vocabulary")
+    assert SHAPES[QWEN].vocab_size % 64 == 0 != model_ladder.GPT2.vocab_size % 2
+    said(
+        prose("28"), "New at one sequence are `small_gemm`, which takes a third off the step, and `split_kv`"
+    )
+    assert modern_one - one == {"small_gemm", "split_kv"}
+    us = LADDERS["Qwen3, D1"]
+    assert abs(us["small_gemm"] / us[BEFORE["small_gemm"]] - 2 / 3) < 0.025
+    steps = model_ladder.twin_steps(RESULTS, QWEN)
+    early = [steps["Qwen3, D1"][rung] for rung in [*us][1:5]] + [steps["Qwen3, D64"]["paged"]]
+    apart = [100 * (most / least - 1) for least, most in (one.spread_us for one in early)]
+    words = r"first four rungs at D1 and `paged` at D64 .* repeats differ by (\d+) to (\d+) %"
+    claim("28", words, min(apart), max(apart))
+
+
+def test_the_way_was_not_predicted():
+    ladder = model_ladder.recorded_ladder(RESULTS, QWEN, "D1")
+    longer = [100 * (ladder[r] / foretold(QWEN, "D1", r) - 1) for r in ("resident_step", BEST_RUNG)]
+    claim("28", r"takes (\d+) % longer than predicted, at the best rung (\d+) % less", longer[0], -longer[1])
+    said(prose("28"), "saves more than three times as much per layer as on GPT-2")
+    layers = {"GPT-2, W0": model_ladder.GPT2.n_layers, "Qwen3, D1": SHAPES[QWEN].n_layers}
+    one, two = (
+        (LADDERS[t][BEFORE["fused_append"]] - LADDERS[t]["fused_append"]) / n for t, n in layers.items()
+    )
+    assert 3 < two / one < 3.5
+
+
+def test_both_engines_pay_by_the_layer():
+    rests = [model_ladder.rest_a_layer(RESULTS, name, arch, "D1") for name, arch in SHAPES.items()]
+    said(
+        prose("28"), "nearly the same time per layer for every model, and vLLM takes about four times as long"
+    )
+    assert all(max(one) / min(one) < 1.2 for one in zip(*rests, strict=True))
+    assert all(round(theirs / ours) == 4 for ours, theirs in rests)
+    leads = [models.speed_up(models.table(RESULTS, name)[0]) for name in (QWEN, LLAMA_8B)]
+    claim("28", r"the lead falls from (\S+) to (\S+) times\.", *leads)
+
+
+def test_what_bounds_a_step_is_what_the_ledgers_say():
+    parts = {w: roles.by_role(ledger) for w, ledger in LEDGERS.items()}
+    attention, gemm = ({w: own[role] for w, own in parts.items()} for role in ("attention", "GEMM"))
+    (launched,) = (row.launches for row in LEDGERS["D1"].rows if row.cause == "attention")
+    words = (
+        r"attention takes (\d+) µs to read what takes (\d+) µs .* two kernels per layer, .* of (\S+) µs each"
+    )
+    us, floor_us = attention["D1"]
+    claim("28", words, us, floor_us, us / launched)
+    assert launched // SHAPES[QWEN].n_layers == 2
+    near = {w: 100 * one.floor_us / one.us for w, one in gemm.items()}
+    claim(
+        "28", r"at (\d+) % of their floor's speed for one .* (\d+) % for 16 \(L8K\)", near["D1"], near["L8K"]
+    )
+    said(prose("28"), "16 rows take even longer than the GEMMs and norms of D64's 64 rows together")
+    assert gemm["L8K"].us > gemm["D64"].us + parts["D64"]["norm"].us
+    share = {w: 100 * one.us / LEDGERS[w].step_us for w, one in attention.items()}
+    near_bytes = {w: 100 * one.floor_us / one.us for w, one in attention.items()}
+    words = (
+        r"attention is (\d+) % of the step and runs at (\d+) % .* L32K it is (\d+) % and runs at (\d+) %\."
+    )
+    claim("28", words, *(of[w] for w in ("L8K", "L32K") for of in (share, near_bytes)))
+    words = r"PRE's GEMMs run at (\d+) % .* its attention, a third of the time, runs at (\d+) %"
+    claim("28", words, near["PRE"], near_bytes["PRE"])
+    assert abs(share["PRE"] - 100 / 3) < 2
+    said(prose("28"), "profiled kernels fill each step")
+    assert not any(roles.IDLE in own for own in parts.values())
 
 
 def test_the_three_records_of_one_step_are_those_named():
@@ -99,6 +285,15 @@ def test_what_an_all_reduce_takes_and_may_take_is_recorded():
     values = [FASTEST, allowed("Qwen3-0.6B"), allowed("Llama-3.1-8B")]
     claim("35", r"takes (\S+) µs, and it may take (\S+)\. Llama-3.1-8B may take (\d+) µs", *values)
     assert allowed("Qwen3-0.6B") < FASTEST < allowed("Llama-3.2-1B") < allowed("Llama-3.1-8B")
+
+
+def test_each_all_reduce_of_the_small_model_may_take_little():
+    small = "Qwen3-0.6B"
+    words = (
+        r"Each of the (\d+) all-reduces .* may take (\S+) µs, and each of Llama-3.1-8B's (\d+) times as long"
+    )
+    values = [allowed(small), allowed("Llama-3.1-8B") / allowed(small)]
+    claim("35", words, cuts.sums_a_step(cuts.MODELS[small]), *values)
 
 
 def test_only_the_measured_model_is_said_to_win():
