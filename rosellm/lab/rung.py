@@ -45,7 +45,7 @@ ON_TORCH = "\n(on a CPU both run the kernels' torch specifications: this compare
 
 
 class ClaimError(RoseError, AssertionError):
-    """A sentence of a notebook is not supported by the figures."""
+    """Two rungs give different tokens."""
 
 
 @dataclass(kw_only=True)
@@ -154,16 +154,6 @@ class Rung(RecordedPair):
         same = "generate the same" if one == two else "part at a near-tie of two logits within"
         said = "fp32, here: {} and {} {} {} × {} tokens".format(*pair, same, batch, new_tokens)
         return said + ON_TORCH * (kinds == {"torch"})
-
-    def conclude(self, sentence: str, *claims: bool) -> None:
-        """Display a hand-written sentence if all ``claims`` on which it rests are true.
-
-        Raises ClaimError if one is false, or if there is none.
-        """
-        if not all(claims) or not claims:
-            held = [i for i, claim in enumerate(claims, 1) if not claim] or "no claim was given"
-            raise ClaimError(f"no longer borne out (claim {held}): {sentence}")
-        say(sentence)
 
 
 def open_rung(

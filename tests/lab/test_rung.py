@@ -11,7 +11,7 @@ from rosellm.errors import RecipeError
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.records import RecordError, Results, results_folder
 from rosellm.lab.records.step_time import StepTimes
-from rosellm.lab.rung import ClaimError, Rung, exercise, open_rung
+from rosellm.lab.rung import Rung, exercise, open_rung
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,6 @@ def test_a_rung_is_compared_with_the_one_it_changes(rung):
 def test_unknown_rungs_and_parameters_out_of_range_are_refused(name, options, error, words):
     with pytest.raises(error, match=words):
         open_rung(name, device="cpu", **options)
-
-
-def test_a_sentence_is_shown_only_while_its_claims_hold(rung):
-    rung.conclude("Graphs gain.", rung.gain("W1") > 0)
-    with pytest.raises(ClaimError, match=r"claim \[2\].*Graphs lose"):
-        rung.conclude("Graphs lose.", rung.gain("W1") > 0, rung.gain("W1") < 0)
-    with pytest.raises(ClaimError, match="no claim was given"):
-        rung.conclude("Nothing to rest on.")
 
 
 def test_a_step_is_the_median_of_its_engines_medians():
