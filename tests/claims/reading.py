@@ -8,6 +8,10 @@ from pathlib import Path
 
 import nbformat
 
+from rosellm.lab.recorded import RecordedPair
+from rosellm.lab.records.records import find
+from rosellm.roseinfer.recipe import BEFORE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,13 +54,29 @@ def prose(number: str) -> str:
     return re.sub(r"\s+", " ", text.replace("*", ""))
 
 
-def table_row(number: str, *cells: str) -> list[float]:
-    """The numbers after ``cells`` in the one row of the notebook's stored tables that begins with them."""
+@cache
+def stored(number: str) -> str:
+    """The stored outputs of the notebook of this number, as text."""
     (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
     outputs = [one for cell in nbformat.read(path, 4).cells for one in cell.get("outputs", [])]
-    text = "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
-    (row,) = re.findall(rf"^{' +'.join(map(re.escape, cells))} {{2,}}(.+)$", text, re.MULTILINE)
+    return "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
+
+
+def table_row(notebook: str, *cells: str) -> list[float]:
+    """The numbers after ``cells`` in the one row of the notebook's stored tables that begins with them."""
+    (row,) = re.findall(rf"^{' +'.join(map(re.escape, cells))} {{2,}}(.+)$", stored(notebook), re.MULTILINE)
     return [float(one.replace(",", "")) for one in row.split()]
+
+
+def predicted(notebook: str, table: int = 0) -> dict[str, float]:
+    """Workload → the saving in µs that a stored table of the notebook predicts."""
+    found = re.findall(r"predicted to save, µs +%\n.*\n((?:W\d .*\n?)+)", stored(notebook))[table]
+    return {row.split()[0]: number(row.split()[2]) for row in found.splitlines()}
+
+
+def pair_of(rung: str, before: str | None = None) -> RecordedPair:
+    """A rung and the one that it changes, or another, on the reference machine."""
+    return RecordedPair(before=before or BEFORE[rung], after=rung, results=find())
 
 
 def said(text: str, pattern: str) -> tuple[str, ...]:

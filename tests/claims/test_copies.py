@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from statistics import median
-
-import nbformat
 
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find
-from rosellm.roseinfer.recipe import BEFORE
-from tests.claims.reading import ROOT, claim, number, prose, said
+from tests.claims.reading import claim, number, pair_of, predicted, prose, said
 
 RESULTS = find()
 COUNTS = RESULTS.figures("counts")
 BATCHES = (8, 64, 256)  # of W1, W2, W3
 
 
-def pair(rung: str, before: str | None = None) -> RecordedPair:
-    return RecordedPair(before=before or BEFORE[rung], after=rung, results=RESULTS)
-
-
 def signs(rung: str) -> dict[str, int]:
-    return {workload: one.sign for workload, one in pair(rung).verdicts().items()}
+    return {workload: one.sign for workload, one in pair_of(rung).verdicts().items()}
 
 
 def faster(rung: str) -> list[str]:
     """The workloads that gain beyond the noise; none may lose."""
     assert min(signs(rung).values()) == 0
     return [workload for workload, sign in signs(rung).items() if sign]
-
-
-def predicted(notebook: str) -> dict[str, float]:
-    """µs by workload, out of the notebook's stored table."""
-    (path,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
-    outputs = [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]
-    tables = (output.get("data", {}).get("text/plain", "") for output in outputs)
-    (table,) = (one for one in tables if "predicted to save" in one.partition("\n")[0])
-    rows = (re.split(" {2,}", line) for line in table.splitlines()[2:])
-    return {workload: number(us) for workload, _, us, _ in rows}
 
 
 def step_saved(nb: RecordedPair, workload: str) -> float:
@@ -97,7 +79,7 @@ def test_what_a_field_is_worth_on_the_best_rung_is_recorded():
 
 
 def test_the_best_step_is_near_its_floor_and_has_no_host_time():
-    nb, tokens = pair("split_kv", "dense"), {"W0": 256, "W1": 8 * 128, "W2": 64 * 256, "W3": 256 * 32}
+    nb, tokens = pair_of("split_kv", "dense"), {"W0": 256, "W1": 8 * 128, "W2": 64 * 256, "W3": 256 * 32}
     said(prose("00"), "takes two to four times its floor, .* 64 sequences goes: none of it to the host")
     floors = {workload: nb.read_us(247e6 + n * 2 * 12 * 768 * 2) for workload, n in tokens.items()}
     assert all(2 < nb.step_us(workload)[1].us / us < 4 for workload, us in floors.items())
@@ -109,12 +91,12 @@ def test_the_best_step_is_near_its_floor_and_has_no_host_time():
 
 def test_paged_attention_gains_everywhere_but_at_w3():
     said(prose("01"), "Every workload gains, W2 most. Only at W3 do the repeats spread too far")
-    gains = {workload: pair("paged").gain(workload) for workload in signs("paged")}
+    gains = {workload: pair_of("paged").gain(workload) for workload in signs("paged")}
     assert faster("paged") == [one for one in gains if one != "W3"] and max(gains, key=gains.get) == "W2"
 
 
 def test_paged_attention_saves_copies_at_64_sequences_and_launches_below():
-    two = {n: ledgers(pair("paged"), n) for n in (1, 8, 64)}
+    two = {n: ledgers(pair_of("paged"), n) for n in (1, 8, 64)}
     busy = {n: (old.busy * old.step_us - new.busy * new.step_us) / 1e3 for n, (old, new) in two.items()}
     step = {n: (old.step_us - new.step_us) / 1e3 for n, (old, new) in two.items()}
     claim("01", r"GPU works (\S+) ms less, and the step is (\S+) ms shorter", busy[64], step[64])
@@ -130,7 +112,7 @@ def test_paged_attention_saves_copies_at_64_sequences_and_launches_below():
 
 def mask_us(batch: int) -> tuple[float, float]:
     """The time of the mask's kernels, and by how much less the GPU waits without them."""
-    old, new = causes_us(pair("no_mask"), batch)
+    old, new = causes_us(pair_of("no_mask"), batch)
     return old["mask"], old["host: build_mask"] - new["host: build_mask"]
 
 
@@ -141,14 +123,14 @@ def test_the_mask_costs_its_launches():
     assert {one["paged"]["kernels"] - one["no_mask"]["kernels"] for one in COUNTS.values()} == {7}
     parts = [mask_us(batch) for batch in (1, *BATCHES)]
     assert all(abs(gpu / number(us) - 1) < 0.2 and waiting > 6 * gpu for gpu, waiting in parts)
-    gains = [100 * pair("no_mask").gain(workload) for workload in signs("no_mask")]
+    gains = [100 * pair_of("no_mask").gain(workload) for workload in signs("no_mask")]
     claim("02", r"nothing beyond the noise: whole runs gain (\d) to (\d) %", min(gains), max(gains))
     said(prose("02"), "No workload gains more than the noise")
     assert not faster("no_mask")
 
 
 def test_the_masks_prediction_was_too_high():
-    nb = pair("no_mask")
+    nb = pair_of("no_mask")
     said(prose("02"), "two parts .* less than half of it; whole runs imply more, but within the noise")
     said(prose("02"), "Steps of the same code differ by more than the effect that we predict")
     for (workload, us), batch in zip(predicted("02").items(), BATCHES, strict=True):
@@ -170,7 +152,7 @@ def engines_us(workload: str) -> list[list[float]]:
 
 
 def test_one_array_saves_more_than_predicted():
-    nb, times = pair("pinned_h2d"), {}
+    nb, times = pair_of("pinned_h2d"), {}
     said(
         prose("03"),
         "W3 saves nearly half of it in either session, twice the prediction. .* the host was slower",
@@ -205,7 +187,7 @@ def test_what_is_left_of_the_ranges_of_tables_is_recorded():
     assert new[copies] < old[copies] / 12
     claim("03", r"Pinning had little to hide: (\S+) ms of that range is left", new[copies] / 1e3)
     said(prose("03"), "At batch 256 whole runs save a third more than both table ranges lost")
-    assert 1.3 < run_saved(pair("pinned_h2d"), "W3") / sum(old[one] - new[one] for one in both) < 1.4
+    assert 1.3 < run_saved(pair_of("pinned_h2d"), "W3") / sum(old[one] - new[one] for one in both) < 1.4
 
 
 # 04
@@ -224,7 +206,7 @@ def test_the_tuner_wins_on_the_device_and_no_workload_gains():
     assert [slower(one, one["chosen"]) < 0 for one in LAUNCHES] == 4 * [True]
     lost = [workload for workload, sign in signs("autotune").items() if sign < 0]
     assert max(signs("autotune").values()) == 0 and len(signs("autotune")) == 6 and lost == ["W3", "W5"]
-    claim("04", r"W3 and W5 lose (\d+) to (\d+) %", *(-100 * pair("autotune").gain(one) for one in lost))
+    claim("04", r"W3 and W5 lose (\d+) to (\d+) %", *(-100 * pair_of("autotune").gain(one) for one in lost))
 
 
 def test_a_choice_for_8_sequences_is_slow_for_more():
@@ -235,7 +217,7 @@ def test_a_choice_for_8_sequences_is_slow_for_more():
 
 
 def test_steps_cannot_show_a_lookup_and_w0_drifts():
-    nb, promised = pair("autotune"), predicted("04")
+    nb, promised = pair_of("autotune"), predicted("04")
     said(prose("04"), "single engines with and without the tuner overlap in all three workloads")
     assert [overlap(nb, workload) for workload in promised] == 3 * [True]
     times = [run_saved(nb, workload) / us for workload, us in promised.items()]
@@ -255,7 +237,7 @@ def test_steps_cannot_show_a_lookup_and_w0_drifts():
 
 
 def test_a_graph_pays_most_where_a_step_is_short():
-    nb, promised = pair("cuda_graph"), predicted("05")
+    nb, promised = pair_of("cuda_graph"), predicted("05")
     saved = {workload: run_saved(nb, workload) for workload in promised}
     words = r"it saves (\S+) to (\S+) ms at 8, 64 and 256 sequences: a smaller share of a longer step"
     claim("05", words, min(saved.values()) / 1e3, max(saved.values()) / 1e3)
@@ -282,7 +264,7 @@ def test_the_append_alone_is_faster_at_128_sequences_where_its_record_begins():
 
 
 def test_no_whole_run_shows_the_append():
-    nb = pair("triton_append")
+    nb = pair_of("triton_append")
     said(prose("06"), "A tenth of the GPU's time went, and no whole run changes by enough to count")
     old, new = (COUNTS["256"][rung]["gpu_time_us"] for rung in (nb.before, nb.after))
     assert 0.08 < 1 - new / old < 0.13 and not faster("triton_append")
@@ -294,7 +276,7 @@ def test_no_whole_run_shows_the_append():
 
 
 def test_the_appends_prediction_is_neither_confirmed_nor_refuted():
-    nb, promised = pair("triton_append"), predicted("06")["W3"]
+    nb, promised = pair_of("triton_append"), predicted("06")["W3"]
     claim("06", r"refute that W3's step saves (\d+) µs: whole runs imply a tenth of it", promised)
     said(prose("06"), "the steps nearly all, but single engines differ by more")
     assert 0.08 < run_saved(nb, "W3") / promised < 0.12 and 0.9 < step_saved(nb, "W3") / promised < 1
@@ -306,7 +288,7 @@ def test_the_hosts_work_is_in_index_tensors_and_tuples():
         prose("06"),
         "is a tenth of the host's work. Making the index tensors takes a quarter, and so does noting",
     )
-    work = {one.name.strip("`"): one.us for one in pair("triton_append").ledger_before(256).functions}
+    work = {one.name.strip("`"): one.us for one in pair_of("triton_append").ledger_before(256).functions}
     names = "kv_append_triton.kv_append_ref", "kv_append.FreshIndices.__call__", "kv_blocks._advance_tuples"
     launch, tensors, tuples = (work[name] / sum(work.values()) for name in names)
     assert 0.09 < launch < 0.12 and 0.23 < tensors < 0.28 and 0.23 < tuples < 0.28
@@ -327,7 +309,7 @@ def index_copy_us() -> float:
 
 
 def test_full_batch_gains_where_prompts_are_equal():
-    nb, promised = pair("full_batch"), predicted("07")["W3"]
+    nb, promised = pair_of("full_batch"), predicted("07")["W3"]
     said(
         prose("07"),
         "W3 gains a quarter, nothing else gains. Steps and whole runs agree on a saving a little below",
@@ -340,10 +322,10 @@ def test_full_batch_gains_where_prompts_are_equal():
 
 
 def test_identity_pos_gains_where_prompts_are_mixed():
-    nb = pair("identity_pos")
+    nb = pair_of("identity_pos")
     claim("07", r"`identity_pos`: W4 gains (\d+) %, and only W4", 100 * nb.gain("W4"))
     assert faster("identity_pos") == ["W4"]
-    claim("07", r"changes nothing for W4, showed (\d+) % there", 100 * pair("full_batch").gain("W4"))
+    claim("07", r"changes nothing for W4, showed (\d+) % there", 100 * pair_of("full_batch").gain("W4"))
     said(prose("07"), "a step gets shorter by half of what was predicted")
     assert 0.45 < run_saved(nb, "W4") / (12 * index_copy_us()) < 0.55
 
@@ -353,15 +335,15 @@ def test_an_index_tensor_costs_more_than_the_kernel_saves():
     claim("07", r"kernel saves (\d+) µs of GPU time in all 12 layers", 12 * (old - new))
     words = r"took about (\d+) µs in W3 \(1,024 bytes\) and about (\d+) µs in W4 \(512 bytes\)"
     equal, mixed = map(number, said(prose("07"), words))
-    assert abs(step_saved(pair("full_batch"), "W3") / 24 - equal) < 5
-    assert abs(run_saved(pair("identity_pos"), "W4") / 12 - mixed) < 5
+    assert abs(step_saved(pair_of("full_batch"), "W3") / 24 - equal) < 5
+    assert abs(run_saved(pair_of("identity_pos"), "W4") / 12 - mixed) < 5
 
 
 # 09
 
 
 def test_slots_gain_where_rows_are_many_and_nothing_today():
-    nb = pair("mutable_block_info")
+    nb = pair_of("mutable_block_info")
     said(
         prose("09"),
         "makes the largest batch a quarter faster. W4 gains half as much; W2's gain is within the",
@@ -376,7 +358,7 @@ def test_slots_gain_where_rows_are_many_and_nothing_today():
 
 
 def test_reserve_and_whole_runs_save_what_was_predicted_and_w3s_steps_more():
-    nb, promised = pair("mutable_block_info"), predicted("09")
+    nb, promised = pair_of("mutable_block_info"), predicted("09")
     said(
         prose("09"), "At all three batch sizes `reserve` gets shorter by the predicted time, within a quarter"
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from statistics import median
-
-import nbformat
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.recorded import RecordedPair
@@ -14,8 +11,7 @@ from rosellm.lab.records.step_time import step_times
 from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import WORKLOADS as VERDICTS
 from rosellm.roseinfer.layers.attention import variant_for
-from rosellm.roseinfer.recipe import BEFORE
-from tests.claims.reading import ROOT, claim, number, prose, said
+from tests.claims.reading import claim, number, pair_of, predicted, prose, said
 
 RESULTS = find()
 BATCHES = {"W0": 1, "W1": 8, "W2": 64, "W3": 256}
@@ -23,19 +19,6 @@ BATCHES = {"W0": 1, "W1": 8, "W2": 64, "W3": 256}
 
 def says(notebook: str, words: str) -> None:
     said(prose(notebook), words)
-
-
-def pair_of(rung: str) -> RecordedPair:
-    return RecordedPair(before=BEFORE[rung], after=rung, results=RESULTS)
-
-
-def predicted(notebook: str, table: int = 0) -> dict[str, float]:
-    """Workload → the saving in µs that a table of the notebook predicts."""
-    (path,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
-    outputs = [one for cell in nbformat.read(path, 4).cells for one in cell.get("outputs", [])]
-    text = "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
-    found = re.findall(r"predicted to save, µs +%\n.*\n((?:W\d .*\n?)+)", text)[table]
-    return {row.split()[0]: number(row.split()[2]) for row in found.splitlines()}
 
 
 def saved(pair: RecordedPair) -> dict[str, float]:
