@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SOURCE = """
 import sys
@@ -43,7 +41,6 @@ compile_ahead([lambda: print("compiled")])
 """
 
 
-@pytest.mark.slow
 def test_every_rung_whose_kernels_torch_has_generates_and_the_others_are_refused_in_one_line() -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", SOURCE]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import has_triton, tl, triton
+
+text = tl.constexpr if has_triton else str
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def coded(x, dtype: tl.constexpr):
 
 
 # Pairs of codes in $2, each in 16 bits, become the low codes in $0 and the high ones in $1.
-INT8_TO_FP16 = tl.constexpr("""{
+INT8_TO_FP16 = text("""{
     .reg .b32 low, high, less;  // 1024 + (code + 128), less 1152
     mov.b32 less, 0x64806480;
     and.b32 low, $2, 0x00FF00FF;  xor.b32 low, low, less;
@@ -29,7 +31,7 @@ INT8_TO_FP16 = tl.constexpr("""{
     sub.f16x2 $0, low, less;
     sub.f16x2 $1, high, less;
 }""")
-INT8_TO_BF16 = tl.constexpr("""{
+INT8_TO_BF16 = text("""{
     .reg .b32 low, high, less, one;  // 128 + the lowest 7 bits, less 128 or, of a negative code, 256
     mov.b32 one, 0x3F803F80;
     and.b32 low, $2, 0x007F007F;  or.b32 low, low, 0x43004300;
@@ -40,7 +42,7 @@ INT8_TO_BF16 = tl.constexpr("""{
     and.b32 high, high, 0x007F007F;  or.b32 high, high, 0x43004300;
     fma.rn.bf16x2 $1, high, one, less;
 }""")
-FP8_TO_FP16 = tl.constexpr("""{
+FP8_TO_FP16 = text("""{
     .reg .b32 low, high, sign, scale;  // the bits of the code / 2 ** 8, times 2 ** 8
     mov.b32 scale, 0x5C005C00;
     shl.b32 low, $2, 7;  and.b32 low, low, 0x3F803F80;
@@ -50,7 +52,7 @@ FP8_TO_FP16 = tl.constexpr("""{
     mul.f16x2 $0, low, scale;
     mul.f16x2 $1, high, scale;
 }""")
-FP8_TO_BF16 = tl.constexpr("""{
+FP8_TO_BF16 = text("""{
     .reg .b32 low, high, sign;  // the bits of the code / 2 ** 120
     shl.b32 low, $2, 4;  and.b32 low, low, 0x07F007F0;
     shl.b32 sign, $2, 8;  and.b32 sign, sign, 0x80008000;  or.b32 $0, low, sign;

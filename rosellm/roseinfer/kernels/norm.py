@@ -200,9 +200,14 @@ def embed(*, ids, positions, tokens, places=None, dtype=None, dependent: int = F
 
 
 def add_norm(
-    *, x, delta=None, bias=None, scale, shift, eps, form: RowFormat | None = None, dependent: int = False
-) -> Any:
-    """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous."""
+    *, x, delta=None, bias=None, scale, shift, eps, form: RowFormat | None = None, dependent: int = False,
+    warps: int | None = None,
+) -> Any:  # fmt: skip
+    """Add to x and return its norm as :func:`add_norm_ref` does, in Triton; tensors must be contiguous.
+
+    dependent: the launch mode, as in ``launch_options``.
+    warps: warps per row, on which the order of sums depends; None for the fastest number.
+    """
     rows, width = x.shape
     constants: dict[str, float] = {"DIGITS": 0, "FINER": 0.0}
     out: AnyRows = x.new_empty(rows, width)
@@ -214,7 +219,7 @@ def add_norm(
     parts = 0 if delta is None else len(delta)
     given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
     delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
-    options = {"num_warps": warps_of(rows, padded), **launch_options(dependent)}
+    options = {"num_warps": warps or warps_of(rows, padded), **launch_options(dependent)}
     _add_norm_kernel[(rows,)](
         x, delta, bias, scale, shift, codes, scales, eps, rows,
         C=width, WIDTH=padded, **given, **constants, **options,

@@ -32,8 +32,8 @@ FEW_TOKENS = 4096  # up to which it is not faster; these prefills are captured, 
 def load_work(tiles, work, PAIRS: gl.constexpr):
     """Return a unit's tile (columns 0 to 3 and 5 of ``prefill_tiles.tile_columns``), and its boxes.
 
-    The numbers of boxes: of whole cached ones, of all whole ones before the tile, and of all, 0 for an empty
-    tile; with the number of cached tokens past the whole boxes in between.
+    Boxes are returned as: whole cached boxes, cached tokens past them, whole boxes before the tile, all boxes
+    (0 for an empty tile).
     """
     columns, stride, _ = tiles
     columns += work // PAIRS

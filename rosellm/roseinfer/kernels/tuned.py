@@ -47,8 +47,8 @@ class Choice(NamedTuple):
     """How to compute a GEMM.
 
     parts: number of ranges of K.
-    tile: a ``few_rows.FewRowsShape`` for one row, otherwise a ``linear.Shape``; None for the ring. Of a
-        quantised weight, which the ring takes, only the number of weight rows per program, as a tuple.
+    tile: a ``few_rows.FewRowsShape`` for one row, otherwise a ``linear.Shape``; None for the ring. For a
+        quantised weight, which only the ring multiplies, a tuple of the weight rows per program.
     """
 
     parts: int
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 
 
 def choice_of(rows: int, n: int, k: int, activation: str, form: str | None = None) -> Choice | None:
-    """Return the tuned choice for a GEMM of any number of rows, otherwise as :class:`Gemm`; or None."""
+    """Return the tuned choice or None. Arguments as in :class:`Gemm`, but rows may be any number."""
     return table().get(Gemm(next_power_of_2(rows), n, k, activation, form))
 
 

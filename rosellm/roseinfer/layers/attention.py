@@ -126,7 +126,8 @@ class SplitAppendAndAttend(AppendAndAttend):
     On Hopper GPUs, keys and values are copied before the queries are ready, where that is faster. For a
     single row, wide models and models with many KV heads do not use it: their GEMMs would slow down by more
     than attention gains, probably because shared memory is taken from the L1 cache that they load through.
-    Quantised weights are not loaded through it; there, short rows alone do not use it.
+    Quantised weights bypass the L1 cache, so a single row uses it, too, if it has more than ``SHORT`` cached
+    tokens.
     """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:

@@ -28,6 +28,7 @@ from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.filtered_head import filtered_tiles
 from rosellm.roseinfer.kernels.head import best_tokens
 from rosellm.roseinfer.kernels.linear import Shape, some_rows_linear, some_rows_linear_ref
+from rosellm.roseinfer.kernels.norm import add_norm
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels
@@ -122,6 +123,7 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
         )
     return replace(
         kernels,
+        add_norm=partial(add_norm, dependent=dependent, warps=8),
         some_rows_linear=partial(some_rows_linear, dependent=dependent, shape=linear_shape, copies=False),
         best_tokens=partial(best_tokens, dependent=dependent, shape=partial(head_shape, "invariant_head")),
         filtered_tiles=partial(

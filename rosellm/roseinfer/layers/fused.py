@@ -173,7 +173,7 @@ class FastestLayers:
 class QuantizedLayers:
     """A function from the number of rows to the layers of a quantised model, on a GPU with a ring.
 
-    up_to: the largest numbers of rows, and the layers for them.
+    up_to: pairs of a limit of rows, in ascending order, and the layers up to it.
     """
 
     up_to: tuple[tuple[float, FusedLayers], ...]

@@ -302,7 +302,7 @@ class QuantizedProducts(SomeRowsProducts):
     """The four GEMMs of codes by codes, on a GPU with a ring.
 
     form: the format of activations. The norm before ``qkv`` and ``up`` quantises their input; ``out`` and
-        ``down`` quantise theirs, by a kernel of its own or, for a single row, in the GEMM's programs.
+        ``down`` quantise theirs, by a kernel of its own or, where :func:`ring.holds`, in the GEMM's programs.
     library: the GEMMs that the vendor's library runs (FP8 with one digit); a subset of ``ALL``.
     qkv_parts: as in :class:`SomeRowsProducts`.
     tunable: the GEMMs that a tuner can choose for.

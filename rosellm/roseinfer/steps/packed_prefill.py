@@ -15,6 +15,7 @@ from rosellm.models.quantized import QuantizedHeads
 from rosellm.roseinfer.cache.device_state import FIELDS, DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.kernels import prefill_ring
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, Tiles
 from rosellm.roseinfer.kernels.table import Kernels
@@ -81,10 +82,14 @@ class PackedPrefill:
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """Return functions that run a prefill of ``n_tokens`` padding tokens in every mode.
 
-        They compile the kernels of such a prefill and take as much memory as a real one: the second copies as
-        many blocks of quantised prefixes as a prefill may.
+        They compile the kernels of such a prefill and take as much memory as a real one: with quantised
+        prefixes, the second copies as many blocks as a prefill may, and the third does so for few tokens.
         """
-        return [partial(self._rehearse, n_tokens, n) for n in sorted({0, self._most_copied})]
+        runs = [(n_tokens, 0)]
+        if self._most_copied:
+            few = min(n_tokens, prefill_ring.FEW_TOKENS)
+            runs += [(n, self._most_copied) for n in dict.fromkeys((n_tokens, few))]
+        return [partial(self._rehearse, *run) for run in runs]
 
     def inert(self, shape: Shape) -> np.ndarray:
         """Return inputs ``[shape.words]`` with which a prefill writes nothing but the spare state row."""
@@ -175,12 +180,13 @@ class PackedPrefill:
     def _prefixes(self, words: np.ndarray, shape: Shape) -> Prefixes | None:
         """Return the cached prefixes to copy, on the device: those of no block if all tokens are new.
 
-        Return None if all prefixes are short, or they are too many.
+        Return None if there are few tokens and no long prefix, or too many prefixes.
 
         words: the inputs ``[shape.words]``.
         """
         inputs = PromptInputs.of(words, shape)
-        if not self._most_copied or 0 < inputs.columns[4].max() < LONG_PREFIX:
+        is_short = shape.tokens <= prefill_ring.FEW_TOKENS and inputs.columns[4].max() < LONG_PREFIX
+        if not self._most_copied or is_short:
             return None
         starts = np.zeros(len(inputs.rows), np.int32)
         starts[inputs.columns[5]] = inputs.columns[4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from rosellm.errors import RecipeError
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels import norm
+from rosellm.roseinfer.kernels.table import TRITON
+from rosellm.roseinfer.layers.batch_invariant import invariant_kernels
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -25,6 +30,17 @@ PLACES = [("cpu", "torch")] + [pytest.param(("cuda", "triton"), marks=pytest.mar
 def engine_of(model: Transformer, **options) -> Engine:
     options = {"recipe": BEST_RUNG, "max_batch_size": 256, "num_kv_blocks": 600, "block_size": 16} | options
     return Engine(model, **({"deterministic": True} | options))
+
+
+def test_the_norms_of_any_number_of_rows_have_as_many_warps(monkeypatch):
+    """The order of their sums depends on it."""
+    launched = []
+    spy = defaultdict(lambda: lambda *_arguments, **options: launched.append(options["num_warps"]))
+    monkeypatch.setattr(norm, "_add_norm_kernel", spy)
+    for rows in (1, 2, 16, 17, 1025):
+        x = torch.zeros(rows, 1024)
+        invariant_kernels(TRITON, dependent=False).add_norm(x=x, scale=x[0], shift=None, eps=1e-5)
+    assert len(launched) == 5 and len(set(launched)) == 1
 
 
 def logits_of_probe(engine: Engine, n_others: int, place: int = 0) -> Tensor:
