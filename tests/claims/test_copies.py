@@ -118,7 +118,7 @@ def mask_us(batch: int) -> tuple[float, float]:
 
 def test_the_mask_costs_its_launches():
     (us,) = said(
-        prose("02"), r"Its seven kernels keep .* some (\d+) µs, and waiting at least six times as long"
+        prose("02"), r"Its seven kernels keep .* some (\d+) µs, and the GPU waits at least six times as long"
     )
     assert {one["paged"]["kernels"] - one["no_mask"]["kernels"] for one in COUNTS.values()} == {7}
     parts = [mask_us(batch) for batch in (1, *BATCHES)]
@@ -155,7 +155,7 @@ def test_one_array_saves_more_than_predicted():
     nb, times = pair_of("pinned_h2d"), {}
     said(
         prose("03"),
-        "W3 saves nearly half of it in either session, twice the prediction. .* the host was slower",
+        "W3 saves nearly half of its step in both sessions, twice the prediction. .* the host was slower",
     )
     for workload, us in predicted("03").items():
         old, whole = nb.step_us(workload)[0].us, nb.whole_run_us(workload)[0]
@@ -173,7 +173,7 @@ def test_the_array_gains_and_pinning_does_not():
     said(prose("03"), "at all four batch sizes its median is slower .* at batch 256 their engines overlap")
     medians = [map(median, engines_us(workload)[2:]) for workload in ("W0", "W1", "W2", "W3")]
     assert all(plain < locked for plain, locked in medians) and min(pinned) < max(array)
-    said(prose("03"), "At batch 64 the engines of every change overlap with those of the one before")
+    said(prose("03"), "At batch 64 the engines of each variant overlap with those of the variant above")
     small = engines_us("W2")
     assert all(min(one) < max(two) for one, two in zip(small, small[1:], strict=False))
     said(prose("03"), "With up to eight sequences there is no difference beyond the noise")
@@ -227,7 +227,7 @@ def test_steps_cannot_show_a_lookup_and_w0_drifts():
         *(LAUNCHES[0][f"{one}_launch_us"] for one in ("autotuned", "fixed")),
     )
     first, between, last = (1e3 / speed - 1e3 / median(w0.before) for speed in w0.after)
-    words = r"first takes (\S+) ms more .* at last (\S+) ms, where twelve calls should cost (\S+) ms"
+    words = r"a token takes (\S+) ms more .* in the last (\S+) ms; twelve calls should cost (\S+) ms"
     claim("04", words, first, last, 12 * (median(tuned) - median(fixed)) / 1e3)
     claim("04", r"the repeats stay within (\S+) ms", 1e3 / min(w0.before) - 1e3 / max(w0.before))
     assert first < between < last
@@ -278,7 +278,7 @@ def test_no_whole_run_shows_the_append():
 def test_the_appends_prediction_is_neither_confirmed_nor_refuted():
     nb, promised = pair_of("triton_append"), predicted("06")["W3"]
     claim("06", r"refute that W3's step saves (\d+) µs: whole runs imply a tenth of it", promised)
-    said(prose("06"), "the steps nearly all, but single engines differ by more")
+    said(prose("06"), "timed steps nearly all of it, but single engines differ by more than that")
     assert 0.08 < run_saved(nb, "W3") / promised < 0.12 and 0.9 < step_saved(nb, "W3") / promised < 1
     assert sum(most - least for least, most in (one.range_us for one in nb.step_us("W3"))) > promised
 
@@ -350,11 +350,11 @@ def test_slots_gain_where_rows_are_many_and_nothing_today():
     )
     assert faster(nb.after) == ["W3", "W4"] and 0.23 < nb.gain("W3") < 0.28 and nb.gain("W2") > 0
     assert 0.45 < nb.gain("W4") / nb.gain("W3") < 0.55
-    said(prose("09"), "Today no gain shows. .* are as fast with tuples at W1 and W2")
+    said(prose("09"), "Today no gain shows. .* whole runs of W1 and W2 are as fast with tuples as with")
     for best, tuples in (best_and_without(workload, "block_info") for workload in ("W1", "W2")):
         assert abs(median(tuples) / median(best) - 1) < 0.01
     best, _ = best_and_without("W3", "block_info")
-    claim("09", r"at W3 its repeats spread by (\d+) % and cannot tell", 100 * (max(best) / min(best) - 1))
+    claim("09", r"the repeats of W3 spread by (\d+) %, too far to tell", 100 * (max(best) / min(best) - 1))
 
 
 def test_reserve_and_whole_runs_save_what_was_predicted_and_w3s_steps_more():

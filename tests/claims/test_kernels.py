@@ -73,7 +73,7 @@ def test_no_fixed_price_per_copy_explains_how_much_shorter_a_step_gets():
     says("10", r"more than twice the prediction, at 8 and 64 it is within a fifth of it")
     share = {workload: us / foreseen[workload] for workload, us in gone.items()}
     assert share["W3"] > 2 and all(abs(share[w] - 1) < 0.2 for w in ("W1", "W2"))
-    says("10", r"at 256 saves at least twice as much as at 64")  # a prediction is a price per copy
+    says("10", r"saves at least twice as much at 256 as at 64")  # a prediction is a price per copy
     assert share["W3"] > 2 * share["W2"]
 
 
@@ -86,7 +86,7 @@ def test_copies_and_waits_are_the_smaller_part():
     claim("10", words, waits, before)
     says("10", r"all of this work overlaps the model\. At batch 8, not all of it")
     assert after == 0 < small
-    says("10", r"and the launches fit even less")
+    says("10", r"and the GPU waits even longer for launches")
     assert pair.ledger(8).us_by_cause()["launch latency"] > small
 
 
@@ -103,7 +103,7 @@ def test_sending_what_changed_pays_more_than_predicted():
     says("11", r"Launch latency, which the prediction leaves out, fell too at 8 and 64")
     assert min(less(pair, 8, "launch latency"), less(pair, 64, "launch latency")) > 40
     ledgers = pair.ledger_before(1).step_us - pair.ledger(1).step_us
-    words = r"the step gets (\d+) µs shorter, its ledger, of another session, only (\d+)"
+    words = r"the timed step gets (\d+) µs shorter, but its ledger, recorded .*, only (\d+) µs"
     claim("11", words, saved(pair)["W0"], ledgers)
 
 
@@ -142,11 +142,11 @@ def test_the_host_hardly_waits_before_the_resident_step_and_the_gpu_does():
     before, after = (Trace.from_dict(recorded[rung]).events for rung in (pair.before, pair.after))
     length = max(one.end for one in before) - min(one.start for one in before)
     waits = sum(one.duration for one in before if one.kind == "sync")
-    claim("13", r"the host waits only (\d+) % of the recorded time", 100 * waits / length)
+    claim("13", r"the host waits for only (\d+) % of the recorded time", 100 * waits / length)
     ledgers = [pair.ledger_before(batch) for batch in BATCHES.values()]
     parts = [{cause: 100 * us / one.step_us for cause, us in one.us_by_cause().items()} for one in ledgers]
     idle = [one["host"] + one["launch latency"] for one in parts]
-    claim("13", r"the GPU waits for the host in (\d+) to (\d+) % of a step", min(idle), max(idle))
+    claim("13", r"the GPU waits for the host for (\d+) to (\d+) % of a step", min(idle), max(idle))
     says("13", r"hence the idle GPU at its left edge")
     assert min(one.start for one in after if one.kind == "kernel") > 300
 
@@ -213,7 +213,7 @@ def test_packed_prefills_are_as_fast_as_said():
     claim("14", r"first tokens come within ([\d.]+) ms instead of ([\d.]+)", *map(median, first))
     says("14", r"even the slowest repeat is faster than the best one before")
     assert max(first[0]) < min(first[1])
-    says("14", r"Its throughput grows by little more than the repeats of the rung before differ")
+    says("14", r"Its throughput grows by little more than the spread of the previous rung's repeats")
     before = pair.verdicts()["W4"].before
     assert max(before) / min(before) - 1 < pair.gain("W4") < 1.25 * (max(before) / min(before) - 1)
     says("14", r"Runs of one long decode gain least: W0 and W2, less than 1 %")
@@ -330,7 +330,7 @@ def test_overlap_is_not_the_whole_gain_of_dependent_launches():
     launch = {w: before - at_end for w, (before, at_end, _) in steps.items()}
     overlap = {w: at_end - after for w, (_, at_end, after) in steps.items()}
     share = {w: launch[w] / (launch[w] + overlap[w]) for w in steps}
-    says("20", r"It is most of it at batch 8 and about half at 64 and 256")
+    says("20", r"Overlap gives most of it at batch 8 and about half of it at 64 and 256")
     assert share["W1"] < 0.25 and all(0.4 < share[w] < 0.6 for w in ("W2", "W3"))
     claim("20", r"the cheaper launch alone gives (\d+) % of it", 100 * share["W0"])
     says("20", r"Overlap saves far more at batch 8, .* than at 64")
