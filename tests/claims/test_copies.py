@@ -6,7 +6,7 @@ from statistics import median
 
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import find, read_us
 from tests.claims.reading import claim, number, pair_of, predicted, prose, said
 
 RESULTS = find()
@@ -58,7 +58,14 @@ def best_and_without(workload: str, field: str) -> tuple[list[float], list[float
     return runs["none"], runs[field]
 
 
-# 00
+# 44 and 00
+
+
+def test_reading_takes_as_small_a_part_of_the_first_rungs_step_as_is_said():
+    (first, _), n_bytes = pair_of("split_kv", "dense").step_us("W0"), 247e6 + 256 * 2 * 12 * 768 * 2
+    claim("44", r"with one sequence: (\d+) µs of ([\d,]+)\.", read_us(RESULTS, n_bytes), first.us)
+    said(prose("44"), "Reading takes less than a hundredth of the first rung's step")
+    assert read_us(RESULTS, n_bytes) < first.us / 100
 
 
 def test_the_map_names_changes_that_gain_nothing():

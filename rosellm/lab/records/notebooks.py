@@ -24,7 +24,11 @@ class Act(NamedTuple):
 
 
 ACTS = (
-    Act("The map", "Where a decode step's time goes, rung by rung.", ("00",)),
+    Act(
+        "From zero",
+        "An engine in plain torch; then where a decode step's time goes, rung by rung.",
+        ("44", "00"),
+    ),
     Act(
         "Act I: feed the GPU",
         "At first it waits for Python most of the time; at the end it runs on its own.",
