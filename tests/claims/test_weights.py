@@ -5,8 +5,8 @@ from __future__ import annotations
 from rosellm.lab.records.records import find, read_us
 from rosellm.models.quantized import WEIGHT_FORMS
 from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.ring import MOST_COLUMNS
-from rosellm.roseinfer.layers.fused import FEW_ROWS, FINE_ROWS
 from tests.claims.reading import claim
 
 formats = load_exhibit("formats")
@@ -61,7 +61,7 @@ def test_the_price_is_what_is_said():
     four = [quality[form]["perplexity"] for form in ("int4", "int4, calibrated")]
     claim("40", rf"have a price: {FIGURE}, or {FIGURE} if they are calibrated", *four)
     assert 6.5 < quality["fp8"]["kl"] / quality["int8"]["kl"] < 7.5  # a seventh
-    claim("40", rf"in steps of up to {FIGURE} rows \({FIGURE} with weights of 4 bits\)", FINE_ROWS, FEW_ROWS)
+    claim("40", rf"in steps of up to {FIGURE} rows", FEW_ROWS)
 
 
 def test_runs_with_quantised_keys_and_values_take_what_is_said():

@@ -313,14 +313,16 @@ def attend_part(
 
 @triton.jit
 def attend_row(
-    out_ptr, new, copied, cache, rows, rotary, scale,
+    out_ptr, new, copied, cache, rows, rotary, order_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend with one KV head's queries to a whole row per program, and store the output.
 
-    The output of an inert row is 0.
+    order_ptr: ``Plan.order``. The output of an inert row is 0.
     """
     row = tl.program_id(0).to(tl.int64)
+    if order_ptr is not None:
+        row = tl.load(order_ptr + row).to(tl.int64)
     kv_head = tl.program_id(1)
     ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
     norms = load_norms(rotary, shape, tiling)
@@ -376,7 +378,7 @@ def attend_piece(
 
 @triton.jit
 def _decode_attention_kernel(
-    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, scale,
+    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, order_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend with one KV head's queries to one piece per program.
@@ -385,10 +387,11 @@ def _decode_attention_kernel(
 
     k_copied, v_copied: TMA descriptors of keys and values, or None.
     starts_ptr: ``Plan.starts``; None if each row is one piece.
+    order_ptr: ``Plan.order``.
     """
     copied = None if k_copied is None else (k_copied, v_copied)
     if starts_ptr is None:
-        attend_row(out_ptr, new, copied, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
+        attend_row(out_ptr, new, copied, cache, rows, rotary, order_ptr, scale, shape, tiling, DEPENDENT)
     else:
         attend_piece(
             out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
@@ -430,7 +433,7 @@ def append_and_attend(
     partial = new_partial(out, variant.pieces + batch) if variant.combine else None
     _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
         out, partial, new, *described(cache, shape, tiling), cache, rows, pointers(rotary), plan.starts,
-        scale * LOG2_E, shape, tiling,
+        plan.order, scale * LOG2_E, shape, tiling,
         num_warps=variant.warps, num_stages=variant.stages, **launch_options(dependent),
     )  # fmt: skip
     if partial is not None:

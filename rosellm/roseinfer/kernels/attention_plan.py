@@ -17,8 +17,8 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
-ROLES = {"_plan_kernel": "attention"}
-PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
+ROLES = {"_plan_kernel": "attention", "_order_kernel": "attention"}
+PLANNED_ELEMENTS = 2048  # pieces x rows, or pairs of rows, that one planning program compares
 PLANNED_ROWS = 32  # the fewest; smaller batches share a kernel
 SHORT, MIDDLE, LONG, LONGEST = 128, 512, 1024, 8192  # cached tokens
 UNEVEN, UNEVEN_FROM = 1.5, 4  # ratio of longest to mean context; programs per SM
@@ -39,8 +39,9 @@ class Variant(NamedTuple):
         ``SMALLEST_DOT`` rows. Only for KV heads with a single query head.
     lead: number of tiles that starting a row counts as, when rows are cut into pieces.
     ring: 1 takes the kernel of :mod:`ring_attention`, which copies ``stages`` tiles of keys and values to
-        shared memory before the queries are ready. Rows must be whole; warps, lanes, dot and lead have no
-        effect.
+        shared memory before the queries are ready. Rows must be whole; warps, lanes, dot, lead and sort have
+        no effect.
+    sort: 1 starts the longest rows first, so that no long row is left alone at the end. Rows must be whole.
     """
 
     tile: int
@@ -51,6 +52,7 @@ class Variant(NamedTuple):
     dot: int = 0
     lead: int = 0
     ring: int = 0
+    sort: int = 0
 
     @property
     def combine(self) -> bool:
@@ -74,15 +76,17 @@ class Plan(NamedTuple):
     starts: ``[PIECES + 1, 2]`` int32, the row and tile at which each piece starts, then the end of the last
         piece. A row's tiles are counted from the first that its window touches.
     covers: ``[B, 2]`` int32, the first and last piece of each row.
+    order: ``[B]`` int32, the rows from the longest to the shortest; None unless the variant sorts them.
 
-    Both tensors are None if each row is one piece. If there are more pieces than tiles, the last pieces are
-    empty; a piece that lies within a row's lead is empty, too.
+    starts and covers are None if each row is one piece. If there are more pieces than tiles, the last pieces
+    are empty; a piece that lies within a row's lead is empty, too.
     """
 
     variant: Variant
     window: int | None = None
     starts: Tensor | None = None
     covers: Tensor | None = None
+    order: Tensor | None = None
 
 
 def variant_for(
@@ -189,7 +193,8 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
     positions: ``[B]``, the number of cached tokens per row; a negative one, of an inert row, counts as 0.
     """
     if not variant.combine:
-        return Plan(variant, window)
+        order = positions.sort(descending=True, stable=True).indices.int() if variant.sort else None
+        return Plan(variant, window, order=order)
     tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
     ends = (tiles + variant.lead).cumsum(0)
     filled = ends[-1].clamp_max(variant.pieces)
@@ -255,6 +260,24 @@ def _plan_kernel(
         tl.store(covers_ptr + 2 * row + 1, last.to(tl.int32), mask=exists)
 
 
+@triton.jit(do_not_specialize=["n_rows"])
+def _order_kernel(
+    order_ptr, positions_ptr, position_stride, n_rows, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Find the places of CHUNK rows per program: longer rows come first, and equal ones in their order."""
+    other = tl.arange(0, ROWS)[None, :]
+    row = (tl.program_id(0) * CHUNK + tl.arange(0, CHUNK))[:, None]
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    exists = other < n_rows
+    theirs = tl.load(positions_ptr + other * position_stride, mask=exists, other=0)
+    own = tl.load(positions_ptr + row * position_stride, mask=row < n_rows, other=0)
+    before = exists & ((theirs > own) | ((theirs == own) & (other < row)))
+    place = tl.sum(before.to(tl.int32), axis=1)[:, None]
+    tl.store(order_ptr + place, row, mask=row < n_rows)
+
+
 def make_plan(
     positions: Tensor, variant: Variant, window: int | None = None, *, dependent: int = False
 ) -> Plan:
@@ -262,13 +285,18 @@ def make_plan(
 
     positions may be strided. dependent: the launch mode, as in ``launch_options``.
     """
-    if not variant.combine:
-        return Plan(variant, window)
     n_rows, pieces = len(positions), variant.pieces
-    starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
-    covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
     rows = max(PLANNED_ROWS, next_power_of_2(n_rows))
     chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
+    if variant.sort:
+        order = positions.new_empty(n_rows, dtype=torch.int32)
+        numbers = positions.stride(0), n_rows, rows, chunk
+        _order_kernel[(-(-n_rows // chunk),)](order, positions, *numbers, **launch_options(dependent))
+        return Plan(variant, window, order=order)
+    if not variant.combine:
+        return Plan(variant, window)
+    starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
+    covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
     arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
     sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "LEAD": variant.lead, "WINDOW": window or 0}
     _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch_options(dependent))

@@ -23,6 +23,7 @@ from rosellm.roseinfer.kernels.attention_plan import SHORT, Plan, Variant, ring_
 from rosellm.roseinfer.kernels.table import Kernels, is_stock
 
 NARROW, FEW_HEADS = 1536, 12  # features, and KV heads, at most
+SORTED_FROM = 3  # programs per SM
 
 
 class Binder(ABC):
@@ -145,20 +146,23 @@ class SplitAppendAndAttend(AppendAndAttend):
         in_flight = self.has_ring and (rows > 1 or longest >= self.alone_from)
         sizes = rows, kv_heads, longest, *sizes
         chosen = (ring_rows(*sizes) if in_flight else None) or variant_for(*sizes)
-        return for_codes(chosen) if self.is_quantized else chosen
+        return for_codes(chosen, rows * kv_heads / self.num_sms) if self.is_quantized else chosen
 
 
-def for_codes(variant: Variant) -> Variant:
+def for_codes(variant: Variant, share: float) -> Variant:
     """Return the variant of a quantised cache, of which one for 16 bits is given.
 
+    share: programs per SM if rows are whole.
+
     Codes pass through registers: fewer warps, which wait for one another, and more programs are faster. Half
-    a tile then has the bytes of a tile of 16 bits.
+    a tile then has the bytes of a tile of 16 bits. Programs that do not all run at once start with the
+    longest row.
     """
     if variant.warps > 4 or variant.stages == 1:
         return variant
     if variant.pieces:
         return variant._replace(tile=32, pieces=2 * variant.pieces, warps=2, stages=3)
-    return variant._replace(tile=64, warps=2, stages=3)
+    return variant._replace(tile=64, warps=2, stages=3, sort=int(share >= SORTED_FROM))
 
 
 BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {

@@ -46,7 +46,7 @@ from rosellm.roseinfer.layers.products import (
     whole_blocks,
 )
 
-FINE_ROWS = 64  # up to which a quantised model's activations have two digits
+LARGE_LAYER = 100_000_000  # parameters
 
 
 class Layers(Protocol):
@@ -192,8 +192,9 @@ def quantized_layers(
 ) -> QuantizedLayers:
     """Return the layers of a quantised model for any number of rows.
 
-    Up to ``FINE_ROWS`` rows, or ``FEW_ROWS`` with weights of 4 bits, activations have two digits: there,
-    reading the weights takes longer than the second GEMM. With more rows, they have one.
+    Up to ``FEW_ROWS`` rows, activations have two digits: there, reading the weights takes longer than the
+    second GEMM. With more rows, they have one. For FP8 and more than 128 rows, the vendor's library is
+    faster for one GEMM or all.
 
     dequantized: layers with weights of 16 bits, which are faster for many rows if codes have 4 bits.
     """
@@ -208,8 +209,10 @@ def quantized_layers(
     wide, widest = (layers(1, ("up",)), layers(1, ALL)) if has_library else (coarse, coarse)
     if form == "int4":
         widest = dequantized
-    most_fine = FEW_ROWS if form == "int4" else FINE_ROWS
-    return QuantizedLayers(((most_fine, fine), (128, coarse), (256, wide), (math.inf, widest)))
+    is_large = has_library and model.config.n_layer_parameters >= LARGE_LAYER
+    half_filled = widest if is_large else wide  # the second tile of 128 rows
+    limits = (FEW_ROWS, fine), (128, coarse), (192, half_filled), (256, wide), (math.inf, widest)
+    return QuantizedLayers(limits)
 
 
 def build_layers(

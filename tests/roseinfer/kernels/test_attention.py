@@ -55,7 +55,9 @@ def test_the_spec_writes_the_token_and_attends_to_its_window(window, rotary):
 
 
 @check.every_place
-@pytest.mark.parametrize("variant", [WHOLE, FEW, MANY, Variant(TILE, 7, 4, 2), Variant(TILE, 5, lead=4)])
+@pytest.mark.parametrize(
+    "variant", [WHOLE, WHOLE._replace(sort=1), FEW, MANY, Variant(TILE, 7, 4, 2), Variant(TILE, 5, lead=4)]
+)
 @pytest.mark.parametrize(
     ("window", "block_size"), [(None, 4), (None, 64), *((w, 16) for w in (1, 2, TILE, TILE + 1, 40))]
 )

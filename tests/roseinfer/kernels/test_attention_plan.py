@@ -55,6 +55,17 @@ def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
 
 
+@guarded
+@every_device
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-3, 9), min_size=1, max_size=70))
+@example([2**31 - 1, -(2**31), 0] * 100)  # several programs
+def test_sorted_rows_begin_with_the_longest(device, positions):
+    arguments = strided(positions, device), Variant(16, sort=1)
+    order, expected = (make(*arguments).order.tolist() for make in (make_plan, make_plan_ref))
+    assert order == expected == sorted(range(len(positions)), key=lambda row: -positions[row])
+
+
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(0, 5000), st.integers(1, 8), st.integers(33, 128))
 def test_short_rows_are_in_flight_only_if_the_shared_memory_holds_all_programs(
     rows, kv_heads, longest, group, head_dim
