@@ -158,8 +158,8 @@ def _model_parts(
             build_chooser(recipe.head, model, kernels, counts),
         )
     ranks = cast(Ranks, group)
-    layers_for = cut_layers(*fields, recipe.all_reduce, model, kernels, ranks)
-    return layers_for, layers_for, binder, cut_chooser(recipe.head, model, kernels, counts, ranks)
+    layers = cut_layers(*fields, recipe.all_reduce, model, kernels, ranks)
+    return *layers, binder, cut_chooser(recipe.head, model, kernels, counts, ranks)
 
 
 def _add_draft(

@@ -7,8 +7,9 @@ releases its successor. When a kernel starts, all kernels before its predecessor
 wait, a kernel may read what those kernels wrote, but it must neither read what its predecessor writes, nor
 write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 
-The norm and the quantisation, though, release their successor first. It is a quantisation, a GEMM or the
-head, which reads nothing before its wait but weights and temperatures, and so gains time to load them.
+Norms, also with a sum over ranks, and the quantisation release their successor first, though. It is a
+quantisation, a GEMM or the head, which reads nothing before its wait but weights and temperatures, and so
+gains time to load them.
 """
 
 from __future__ import annotations

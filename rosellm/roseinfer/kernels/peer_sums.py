@@ -1,8 +1,10 @@
 """All-reduce, residual and norm in one kernel, over memory that the ranks share: reference and kernel.
 
-Each rank stores its partial sums where the other ranks can read them, and sets flags. It then adds all
-partial sums in rank order, so that all ranks obtain the same bits ("one shot": every rank reads everything).
-Each program handles one row and waits only for that row's programs on the other ranks.
+Each rank writes its rows straight into every other rank's memory, adds up all ranks' rows in rank order, so
+that all ranks obtain the same bits, and empties the memory again ("one shot": every rank receives
+everything). There are no flags: a word that has all bits set has not arrived yet, so that a row takes one
+trip over NVLink, not three (as in TensorRT-LLM's all-reduce for low latency). Each program handles one row
+and waits only for that row of the other ranks.
 """
 
 from __future__ import annotations
@@ -13,88 +15,92 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.norm import add_norm_ref, load_affine, normed
+from rosellm.roseinfer.kernels.quantize import warps_of
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.triton_or_none import next_power_of_2, tl, triton
 
 ROLES = {"_sum_add_norm_kernel": "norm"}
 HALVES = 2  # halves of the memory, used alternately: a rank is at most one sum ahead of another
-FLAG_BYTES = 4
 
 
 def peer_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
     """Return the bytes of memory that each rank shares for sums of up to ``rows`` rows.
 
-    Each of the two halves has a flag per row and rank, then the rows.
+    Each of the two halves has ``[n_ranks, rows, width]`` elements: the rows that each rank sends.
     """
-    return HALVES * _half_bytes(rows, width, itemsize, n_ranks)
-
-
-def _flags_end(rows: int, n_ranks: int) -> int:
-    return -(-rows * n_ranks * FLAG_BYTES // 128) * 128
-
-
-def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
-    return _flags_end(rows, n_ranks) + -(-rows * width * itemsize // 128) * 128
+    return HALVES * n_ranks * rows * width * itemsize
 
 
 def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
-    """Add all ranks' partial sums ``[ranks, M, C]`` to x, and return the norm of x (torch reference).
+    """Add all ranks' partial sums ``[ranks, P, M, C]`` to x, and return the norm of x (torch reference).
+
+    Each rank adds up its own P partial sums and rounds them to x's dtype, in which ranks exchange them.
 
     norm: the other arguments of ``norm.add_norm_ref``.
     """
-    return add_norm_ref(x=x, delta=partial, **norm)
+    return add_norm_ref(x=x, delta=partial.float().sum(dim=1).to(x.dtype), **norm)
 
 
 @triton.jit
-def rows_of(address, rows_at, like_ptr):
-    """Return a pointer to the rows in a rank's memory, of the type of like_ptr and marked as 16-byte-aligned.
+def slot_of(
+    address, rank, row, half, C: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, word: tl.constexpr
+):
+    """Return a pointer to the row from ``rank`` in the memory at ``address``, marked as 16-byte-aligned.
 
-    address: the start of the rank's memory. rows_at: byte offset of the rows.
+    word: the integer type of a row's elements.
     """
-    return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+    memory = tl.multiple_of(address.to(tl.pointer_type(word)), 16)
+    return memory + ((half * RANKS + rank) * ROWS + row) * C
 
 
 @triton.jit
+def received(place, inside):
+    """Wait until all words of a row have arrived; return them, and empty the memory."""
+    words = tl.load(place, mask=inside, other=0, volatile=True)
+    while tl.max((words == -1).to(tl.int32), axis=0) > 0:
+        words = tl.load(place, mask=inside, other=0, volatile=True)
+    tl.store(place, tl.full(words.shape, -1, words.dtype), mask=inside)
+    return words
+
+
+@triton.jit(do_not_specialize=["M", "half"])
 def _sum_add_norm_kernel(
-    y_ptr, addresses_ptr, x_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, flags_at, rows_at,
-    C: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr,
-    SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
+    y_ptr, addresses_ptr, x_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M, half,
+    C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All-reduce, add and normalise one row per program.
 
-    addresses_ptr: ``[RANKS]``, the address of each rank's shared memory.
-    flags_at, rows_at: byte offsets of flags and rows in each rank's memory.
+    addresses_ptr: ``[RANKS]``, the address of each rank's shared memory, with ROWS rows per rank and half.
     """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    word: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
     scale, shift, added = load_affine(scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH, SHIFT, BIAS)
-    wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    own = tl.load(addresses_ptr + RANK)
-    y = tl.load(y_ptr + row * C + c, mask=inside, other=0.0)
-    tl.store(rows_of(own, rows_at, y_ptr) + row * C + c, y, mask=inside)
-    tl.debug_barrier()
+    addresses = ()  # type: tuple
     for rank in tl.static_range(RANKS):
-        if rank != RANK:  # a flag is 1 after its row is stored, until its reader resets it
-            flags = (tl.load(addresses_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
-            while tl.atomic_cas(flags + row * RANKS + RANK, 0, 1, sem="release", scope="sys") != 0:
-                pass
+        addresses = addresses + (tl.load(addresses_ptr + rank),)
+    launch_dependents(DEPENDENT)  # the GEMM that follows may load its first weights while this waits
+    wait_for_predecessor(DEPENDENT)
+    y = tl.zeros((WIDTH,), tl.float32)
+    for part in tl.static_range(PARTS):
+        y += tl.load(y_ptr + (part * M + row) * C + c, mask=inside, other=0.0).to(tl.float32)
+    sent = y.to(dtype).to(word, bitcast=True)
+    sent = tl.where(sent == -1, -2, sent).to(word)  # another NaN
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            flags = (own + flags_at).to(tl.pointer_type(tl.int32))
-            while tl.atomic_cas(flags + row * RANKS + rank, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-    tl.debug_barrier()
+            tl.store(slot_of(addresses[rank], RANK, row, half, C, ROWS, RANKS, word) + c, sent, mask=inside)
+    x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            total += y.to(tl.float32)
+            total += sent.to(dtype, bitcast=True).to(tl.float32)
         else:
-            theirs = rows_of(tl.load(addresses_ptr + rank), rows_at, y_ptr) + row * C + c
-            total += tl.load(theirs, mask=inside, other=0.0, volatile=True).to(tl.float32)
-    x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    rounded = (x + (total + added)).to(x_ptr.dtype.element_ty)
+            theirs = received(slot_of(addresses[RANK], rank, row, half, C, ROWS, RANKS, word) + c, inside)
+            total += theirs.to(dtype, bitcast=True).to(tl.float32)
+    rounded = (x + (total + added)).to(dtype)
     tl.store(x_ptr + row * C + c, rounded, mask=inside)
     out = normed(rounded.to(tl.float32), inside, scale, shift, eps, C, SHIFT)
     tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -107,26 +113,24 @@ def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False)
     most_rows: maximum of M in a call.
     dependent: the launch mode, as in ``launch_options``.
 
-    Each rank passes its partial sum ``[1, M, C]`` as ``delta``; all tensors must be contiguous. All ranks
+    Each rank passes its partial sums ``[P, M, C]`` as ``delta``; all tensors must be contiguous. All ranks
     must make the same calls, and an even number of them in any captured graph, because the two halves of the
     shared memory alternate.
     """
     launch, turn = launch_options(dependent), [0]
-    rank, n_ranks = peers.part.rank, peers.part.size
+    ranks = {"RANK": peers.part.rank, "RANKS": peers.part.size, "ROWS": most_rows}
 
     def sum_add_norm(*, x, delta, bias=None, scale, shift, eps) -> Tensor:
         rows, width = x.shape
-        half = turn[0] * _half_bytes(most_rows, width, x.dtype.itemsize, n_ranks)
-        turn[0] = (turn[0] + 1) % HALVES
-        places = half, half + _flags_end(most_rows, n_ranks)
+        half = turn[0]
+        turn[0] = (half + 1) % HALVES
         out = x.new_empty(rows, width)
         padded = next_power_of_2(width)
-        given = {"BIAS": bias is not None, "SHIFT": shift is not None, "RANK": rank, "RANKS": n_ranks}
+        given = {"PARTS": len(delta), "BIAS": bias is not None, "SHIFT": shift is not None}
         bias, shift = (x if it is None else it for it in (bias, shift))
-        options = {"num_warps": max(1, min(16, padded // 256)), **launch}
         _sum_add_norm_kernel[(rows,)](
-            delta, peers.addresses, x, bias, scale, shift, out, eps, *places,
-            C=width, WIDTH=padded, **given, **options,
+            delta, peers.addresses, x, bias, scale, shift, out, eps, rows, half,
+            C=width, WIDTH=padded, **given, **ranks, num_warps=warps_of(rows, padded), **launch,
         )  # fmt: skip
         return out
 

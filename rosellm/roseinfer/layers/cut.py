@@ -16,17 +16,22 @@ from torch import Tensor, nn
 
 from rosellm.models.model import Block, Projection, Transformer
 from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
-from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
+from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels, is_stock
 from rosellm.roseinfer.kernels.tile_tables import best
-from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
+from rosellm.roseinfer.layers.fused import FusedLayers, Layers, fastest_products, plain_layers
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
     PackedProducts,
+    Parts,
     PlainProducts,
     SomeRowsProducts,
     activation_apart,
     activation_fused,
     can_pack,
+    fastest_parts,
+    has_ring,
+    ring_qkv_parts_of,
+    tuned_or,
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
@@ -69,6 +74,7 @@ def _twin(module: M) -> M:
 
 
 AddNorm = Callable[..., Tensor]
+LayersFor = Callable[[int], Layers]
 
 
 def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
@@ -79,7 +85,7 @@ def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
     """Return an ``add_norm`` that first all-reduces ``delta``: in the same kernel for up to SUMMED_ROWS rows.
 
-    For more rows, NCCL or gloo all-reduces it.
+    There ``delta`` may be several partial sums ``[P, M, C]``. For more rows, NCCL or gloo all-reduces one.
     """
     width, itemsize = model.config.d_model, model.dtype.itemsize
     peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
@@ -125,27 +131,63 @@ def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "
 
 def cut_layers(
     norm: str, activation: str, gemm: str, all_reduce: str, model: Transformer, kernels: Kernels, ranks: Ranks
-) -> Callable[[int], Layers]:
-    """Return a function from the number of rows to one rank's layers, like ``fused.build_layers``.
+) -> tuple[LayersFor, LayersFor]:
+    """Return one rank's layers for decode steps and for prefills, like ``fused.build_layers``.
 
     norm, activation, gemm and all_reduce are fields of a recipe.
     """
     if norm == "separate":
         plain = plain_layers(summing(model, ranks))
-        return lambda rows: plain
+        return (lambda rows: plain,) * 2
     kernels = replace(kernels, add_norm=SUMS[all_reduce](model, kernels, ranks))
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
     library = FusedLayers(model, LibraryProducts(model.blocks, activated), kernels)
     if gemm == "library":
-        return lambda rows: library
+        return (lambda rows: library,) * 2
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
-        return lambda rows: packed
-    some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one partial sum, not one per range of K
-    layers: dict[str, Layers] = {
+        return (lambda rows: packed,) * 2
+    if all_reduce == "one_shot":
+        return split_layers(model, kernels, library)
+    whole = _variants(model, kernels, library, _whole)
+    return (lambda rows: whole[fastest_whole_products(rows, model.config.n_layer_parameters)],) * 2
+
+
+def split_layers(model: Transformer, kernels: Kernels, library: Layers) -> tuple[LayersFor, LayersFor]:
+    """Return one rank's layers for decode steps and for prefills, whose sums take several partial sums.
+
+    Up to SUMMED_ROWS rows, they are those of a whole model, except that no GEMM includes a norm.
+    """
+    parameters, with_ring = model.config.n_layer_parameters, has_ring(model, kernels)
+    adds_up = with_ring and is_stock(kernels, "append_and_attend")
+    fastest = fastest_parts(model, kernels)
+
+    def parts(rows: int, n: int, k: int) -> int:
+        return fastest(rows, n, k) if rows <= SUMMED_ROWS else 1
+
+    def layers(qkv_parts: Parts) -> LayersFor:
+        variants = _variants(model, kernels, library, parts, qkv_parts)
+
+        def layers_for(rows: int) -> Layers:
+            if rows <= SUMMED_ROWS:
+                return variants[fastest_products(rows, parameters, with_ring)]
+            return variants[fastest_whole_products(rows, parameters)]
+
+        return layers_for
+
+    return layers(tuned_or(ring_qkv_parts_of) if adds_up else _whole), layers(_whole)
+
+
+def _whole(rows: int, n: int, k: int) -> int:
+    return 1
+
+
+def _variants(
+    model: Transformer, kernels: Kernels, library: Layers, parts: Parts, qkv_parts: Parts = _whole
+) -> dict[str, Layers]:
+    return {
         "few": FusedLayers(model, PlainProducts(model, kernels.few_rows_linear), kernels),
-        "some": FusedLayers(model, some, kernels),
+        "some": FusedLayers(model, SomeRowsProducts(model, kernels, parts, qkv_parts), kernels),
         "library": library,
     }
-    return lambda rows: layers[fastest_whole_products(rows, model.config.n_layer_parameters)]

@@ -278,7 +278,7 @@ class SomeRowsProducts(PlainProducts):
         self, model: Transformer, kernels: Kernels, parts: Parts | None = None, qkv_parts: Parts | None = None
     ) -> None:
         super().__init__(model, kernels.some_rows_linear)
-        self.parts_of = parts or (tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of)
+        self.parts_of = parts or fastest_parts(model, kernels)
         self.qkv_parts_of = qkv_parts or (lambda rows, n, k: 1)
 
     def qkv(self, layer: int, x: Any) -> Tensor:
@@ -365,6 +365,11 @@ def scaled_product(x: QuantizedRows, projection: Projection) -> Tensor:
 def has_ring(model: Transformer, kernels: Kernels) -> bool:
     """Return whether ``kernels.some_rows_linear`` may use :func:`ring.ring_linear` for this model."""
     return is_stock(kernels, "some_rows_linear") and ring.runs_on(model.device, model.dtype)
+
+
+def fastest_parts(model: Transformer, kernels: Kernels) -> Parts:
+    """Return a function that gives the number of ranges of K of ``out`` and ``down``."""
+    return tuned_or(ring_parts_of) if has_ring(model, kernels) else parts_of
 
 
 def ring_parts_of(rows: int, n: int, k: int) -> int:

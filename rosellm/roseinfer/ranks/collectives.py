@@ -98,7 +98,7 @@ class Collectives:
             store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
             share: Callable[..., PeerMemory] = share_files
             if self._device.type == "cuda":
-                share = partial(share_gpus, device=self._device, backend=self._gloo)
+                share = partial(share_gpus, device=self._device)
             self._peers[n_bytes] = share(store, self._part, n_bytes)
             self.least(0)  # a barrier: every rank has mapped the memory
         return self._peers[n_bytes]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rosellm.errors import DeviceError
 from rosellm.models.part import Part
 
 SHARED = Path("/dev/shm")
+FULL = 255  # a byte with all bits set
 
 
 @dataclass(frozen=True)
@@ -22,27 +27,27 @@ class PeerMemory:
     """One rank's view of memory shared by all ranks; every rank provides the same number of bytes.
 
     part: this rank's number, and the number of ranks.
-    own: this rank's bytes, uint8, initially 0.
+    own: this rank's bytes, uint8, initially with all bits set.
     addresses: the addresses of all ranks' bytes in this process, int64 ``[size]``.
-    others: the bytes of the remaining ranks, in rank order.
-    group: on GPUs, a process group that must live as long as the memory; None on a CPU.
+    mapped: the bytes of all ranks, on a CPU.
+    zeros: as many zeros in pinned memory, on GPUs.
     """
 
     part: Part
     own: Tensor
     addresses: Tensor
-    others: list[Tensor]
-    group: dist.ProcessGroup | None = None
+    mapped: list[Tensor] = field(default_factory=list)
+    zeros: Tensor | None = None
 
     def release(self) -> None:
         """Let kernels of this GPU that wait for a lost rank continue once, with invalid data.
 
-        A kernel waits for one of its own flags to become 1, or for another rank's flag to become 0.
+        A kernel waits until words of its own memory have other values than the initial one. They are copied,
+        since a kernel would find no room while waiting kernels fill the GPU.
         """
-        with torch.cuda.stream(torch.cuda.Stream(self.own.device)):
-            self.own.view(torch.int32).fill_(1)
-            for theirs in self.others:
-                theirs.view(torch.int32).zero_()
+        assert self.zeros is not None
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.own.device)):
+            self.own.copy_(self.zeros, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
 
@@ -60,52 +65,74 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
     store.set(f"file-{part.rank}", path)
     paths = [store.get(f"file-{rank}").decode() for rank in range(part.size)]
     mapped = [torch.from_file(one, shared=True, size=n_bytes, dtype=torch.uint8) for one in paths]
+    mapped[part.rank].fill_(FULL)
     met = store.add("mapped", 1)
     if met == part.size:
         for one in paths:
             os.unlink(one)
     addresses = torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64)
-    return PeerMemory(part, mapped[part.rank], addresses, _others(mapped, part))
+    return PeerMemory(part, mapped[part.rank], addresses, mapped)
 
 
-def share_gpus(
-    store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
-) -> PeerMemory:
-    """Share GPU memory among the ranks through torch's symmetric memory; block until all ranks call it.
+def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device) -> PeerMemory:
+    """Share GPU memory among the ranks by handles of CUDA's driver; block until all handles exist.
 
-    store: the store through which the ranks exchange the memory's handles.
+    store: the store through which the ranks exchange the handles.
     n_bytes: size of each rank's memory.
-    backend: any process-group backend of these ranks; torch requires a group to have one.
 
-    NVLink multicast is not used.
+    Torch's symmetric memory counts the exchanges of a process, so that a process that has shared memory
+    before and a new one would wait for each other for ever.
     """
-    from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
-
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    if part.rank == 0:
-        store.set("name", f"rosellm-{os.urandom(8).hex()}")
-    name = store.get("name").decode()
-    Symmetric.set_group_info(name, part.rank, part.size, store)
-    group = _registered(name, store, part, backend)  # rendezvous resolves the name to a group
-    own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
-    own.zero_()
-    torch.cuda.synchronize(device)
-    met = Symmetric.rendezvous(own, name)
-    theirs = [met.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(part.size)]
-    addresses = torch.tensor([one.data_ptr() for one in theirs], dtype=torch.int64, device=device)
-    return PeerMemory(part, own, addresses, _others(theirs, part), group)
+    with torch.cuda.device(device):
+        own = torch.full((n_bytes,), FULL, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        handle, offset = _exported(own.data_ptr())
+        store.set(f"memory-{part.rank}", f"{offset} {handle.hex()}")
+        theirs = [store.get(f"memory-{rank}").decode().split() for rank in range(part.size)]
+        others = [one for rank, one in enumerate(theirs) if rank != part.rank]
+        bases = [_opened(bytes.fromhex(handle)) for _, handle in others]
+    weakref.finalize(own, _close, bases, own.device).atexit = False
+    addresses = [base + int(offset) for base, (offset, _) in zip(bases, others, strict=True)]
+    addresses.insert(part.rank, own.data_ptr())
+    zeros = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True)
+    return PeerMemory(part, own, torch.tensor(addresses, device=device), zeros=zeros)
 
 
-def _registered(name: str, store: dist.Store, part: Part, backend: dist.Backend) -> Any:
-    from torch._C import _distributed_c10d
+class _Handle(ctypes.Structure):
+    """``CUipcMemHandle``: names memory of a GPU to other processes."""
 
-    registry: Any = _distributed_c10d
-    group: Any = dist.ProcessGroup(store, part.rank, part.size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # noqa: SLF001
-    group._set_group_name(name)  # noqa: SLF001
-    registry._register_process_group(name, group)  # noqa: SLF001
-    return group
+    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-def _others(each: list[Tensor], part: Part) -> list[Tensor]:
-    return [one for rank, one in enumerate(each) if rank != part.rank]
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver; raise ``DeviceError`` if it fails."""
+    if code := getattr(_driver(), name)(*arguments):
+        raise DeviceError(f"{name} fails with CUDA's error {code}: use a recipe with all_reduce='library'")
+
+
+def _exported(address: int) -> tuple[bytes, int]:
+    """Return the handle of the allocation that contains ``address``, and the offset of ``address`` in it."""
+    base, size, handle, place = ctypes.c_uint64(), ctypes.c_size_t(), _Handle(), ctypes.c_uint64(address)
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), place)
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle), address - base.value
+
+
+def _opened(handle: bytes) -> int:
+    """Map another process's memory to the current device; return its address."""
+    address, enable_peer_access = ctypes.c_uint64(), ctypes.c_uint(1)
+    _call(
+        "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), enable_peer_access
+    )
+    return address.value
+
+
+def _close(bases: list[int], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        for base in bases:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))

@@ -25,14 +25,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rosellm.models.model import Transformer
+from rosellm.models.part import Part
 from rosellm.models.quantized import ROW_FORMS
 from rosellm.roseinfer import assembly
 from rosellm.roseinfer.kernels import attention, linear, prefill, prefill_ring, ring
 from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
+from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm
 from rosellm.roseinfer.kernels.speculation import draft_kernels
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.kernels.verify_attention import verify_attention
 from rosellm.roseinfer.layers import products
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.roseinfer.recipe import BEST_RUNG, DEPENDENT_LAUNCH_FROM, LADDER
 from rosellm.roseinfer.steps import captured_prefill
 from tests.helpers import CPU, FAMILIES, small_config, small_engine
@@ -92,6 +95,14 @@ def launch_all(
                 run()
 
 
+def launch_sum(kernels: Kernels, width: int) -> None:
+    """The sum over two ranks of two partial sums each, which a GEMM follows."""
+    part, address = Part(0, 2), torch.zeros(2, dtype=torch.int64)
+    sum_add_norm = make_sum_add_norm(PeerMemory(part, address, address), 64, kernels is TRITON_DEPENDENT)
+    x, scale = torch.zeros(8, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+    sum_add_norm(x=x, delta=torch.zeros(2, 8, width), scale=scale, shift=None, eps=1e-5)
+
+
 def pointers(signature: dict[str, Any]) -> Iterator[str]:
     """The names of the pointers and TMA descriptors, and a tuple's name for each of its own."""
     for name, kind in signature.items():
@@ -127,6 +138,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int, list[str]]]
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for family in MODELS if capability == H200 else ("gpt2", "qwen3"):
         launch_all(kernels, *MODELS[family], rows=ROWS.get(capability, (8,)))
+    launch_sum(kernels, MODERN["d_model"])
     for form in QUANTIZED.get(capability, ()):
         launch_all(kernels, *MODELS["qwen3"], rows=ROWS[capability], form=form)
     return list(compiled.values())

@@ -34,14 +34,14 @@ KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_posi
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
 KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
 KERNELS |= {"_match", "_expand", "_choose", "_accept", "_uncached"}
-KERNELS |= {"_copy_counts", "_count_drafts"}
+KERNELS |= {"_copy_counts", "_count_drafts", "_sum_add_norm"}
 OF_CAPABILITY = {
     89: {"_dequantize", "_round_heads", "_widen"},
     90: {"_ring", "_grouped_ring", "_ring_attention", "_verify_attention", "_quantize", "_round_heads"},
 }
 OF_CAPABILITY[90] |= {"_dequantize_groups", "_widen", "_prefill_ring"}
 ORDINARY = {"_dequantize_groups_kernel"}  # before a GEMM by the vendor's library
-RELEASE_FIRST = {"_add_norm_kernel", "_quantize_kernel"}
+RELEASE_FIRST = {"_add_norm_kernel", "_sum_add_norm_kernel", "_quantize_kernel"}
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def arguments_read(ptx: str, pointers: list[str], until: str) -> Counter[str]:
 WRITTEN = {"out_ptr", "values_ptr", "indices_ptr", "partial", "x_ptr", "x", "x_tiles", "delta_ptr"}
 WRITTEN |= {"new", "hidden_ptr", "hidden_scales_ptr", "hidden_tiles"}  # by the kernel before, or by this
 WRITTEN |= {"k_new", "v_new"}
-WRITTEN |= {"chosen_ptr", "best_ptr"}
+WRITTEN |= {"chosen_ptr", "best_ptr", "y_ptr"}
 IN_FLIGHT = {
     "_ring_kernel": "w_desc",
     "_grouped_ring_kernel": "scales_desc",
