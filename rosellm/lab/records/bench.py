@@ -70,6 +70,7 @@ class Bench:
     gate_from: minimum batch size for the Triton append kernel, on rungs that have this threshold; None reads
         it from the environment, as a command would.
     prepare: modifies the engine before its steps are captured.
+    build: makes the engine of several ranks, as ``tensor_parallel.load_ranks`` returns it.
 
     ``params`` holds the sampling parameters of each sequence, initially greedy; changes take effect at the
     next :meth:`restart`.
@@ -86,9 +87,10 @@ class Bench:
         gate_from: int | None = None,
         kernels: str | Kernels = "auto",
         prepare: Callable[[Engine], None] | None = None,
+        build: Callable[..., Engine] = Engine,
     ) -> None:
         longest = max(map(len, prompts)) + new_tokens
-        self.engine = Engine(
+        self.engine = build(
             model,
             recipe=recipe,
             max_batch_size=len(prompts),

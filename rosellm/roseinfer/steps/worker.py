@@ -134,7 +134,7 @@ class Worker:
     def call(self, name: str, *arguments: Any) -> Any:
         """Run the method ``name`` in inference mode; a nested call would end it too early.
 
-        Ranks exchange the arguments, which are numbers, strings and arrays.
+        Ranks exchange the arguments: numbers, strings, arrays and functions of modules.
         """
         if name == "decode" and self.graphs is not None:  # to enter inference mode takes 3 us
             return self.decode(*arguments)
@@ -232,6 +232,13 @@ class Worker:
         """Recompute and return the logits ``[n, V]`` of rows ``rows [n]`` of ``hidden``."""
         assert self.hidden is not None
         return self.next_tokens.chooser.logits(self.hidden[torch.from_numpy(rows).to(self.device)])
+
+    def apply(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call ``function(self, *arguments)``, such as one that profiles this rank.
+
+        function: a function of a module, since ranks exchange its name.
+        """
+        function(self, *arguments)
 
     def warm_up(self, rows: int | None, n_tokens: int, is_compiled: bool) -> None:
         """Compile the kernels and capture the graphs on this rank, as :func:`step.warm_up` does."""
