@@ -69,7 +69,7 @@ def account(
     Rows are sorted by kind, then by time, largest first. Raises ``LedgerError`` for fewer than two steps, or
     for a step that launched nothing.
     """
-    windows, floors = _least_disturbed_half(_windows(trace)), floors or {}
+    windows, floors = _least_disturbed_half(step_windows(trace)), floors or {}
     roles = roles_of(trace, trace.work, trace.ranges(PROFILED_STEP), marked)
     pieces = list(_pieces(trace, roles, [edge for window in windows for edge in window]))
     us: dict[tuple[str, str], float] = defaultdict(float)
@@ -98,7 +98,7 @@ def account(
     return tuple(sorted(rows, key=lambda row: (KINDS.index(row.kind), -row.us)))
 
 
-def _windows(trace: Trace) -> list[tuple[float, float]]:
+def step_windows(trace: Trace) -> list[tuple[float, float]]:
     """Return the start and end of each step except the last, whose start is the end of the one before."""
     steps = trace.ranges(PROFILED_STEP)
     if len(steps) < 2:

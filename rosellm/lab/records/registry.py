@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
-from rosellm.lab.records import all_reduce, llama_1b_protocol, recordings, runs, two_gpus, versions
+from rosellm.lab.records import (
+    all_reduce,
+    llama_1b_protocol,
+    rank_steps,
+    recordings,
+    runs,
+    two_gpus,
+    versions,
+)
 from rosellm.lab.records.experiment import Asked
 from rosellm.lab.records.runs import runnable
 from rosellm.roseinfer.exhibits import EXHIBITS, load_exhibit
@@ -25,7 +33,7 @@ UNASKED = [recordings, *_exhibits("bookkeeping", "launch_costs", "grid", "length
 ASKED = _exhibits(
     "sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs", "shared_prompts"
 )
-ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus)
+ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus, rank_steps)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
 DEFAULT = [f"W{i}" for i in range(6)]

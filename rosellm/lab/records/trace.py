@@ -59,17 +59,20 @@ class Trace:
     def __init__(self, events: Iterable[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
 
-    def as_dict(self) -> dict[str, list[str]]:
+    def as_dict(self, first: float | None = None) -> dict[str, list[str]]:
         """Return a dict for a record; :meth:`from_dict` reads it back.
 
         names: each name once.
-        events: a line per event, with an index into ``names``, and times relative to the first event.
+        events: a line per event, with an index into ``names``, and times relative to ``first`` µs,
+            by default the first event.
 
         Allocations are omitted.
         """
         events = [event for event in self.events if event.kind != "allocation"]
         names = sorted({event.name for event in events})
-        place, first = {name: i for i, name in enumerate(names)}, events[0].start if events else 0.0
+        place = {name: i for i, name in enumerate(names)}
+        if first is None:
+            first = events[0].start if events else 0.0
         lines = []
         for e in events:
             start, duration, started = (

@@ -40,7 +40,7 @@ SPARE_KV_BLOCKS = 8
 def recorded(results: Results, kind: str) -> dict[str, dict[str, Record]]:
     """Return model → workload → its record on two GPUs of the same type as the GPU of ``results``.
 
-    kind: one of ``KINDS``.
+    kind: one of ``KINDS``, or another measurement of two GPUs, such as ``rank_steps.NAME``.
 
     Language models without such a record are omitted.
     """
@@ -90,7 +90,7 @@ def _job(
     """Return a function that runs the job of a workload once, and the job."""
     more = "--mode", "offline", "--tensor-parallel-size", n_ranks, *options_of_ranks
     options = BENCHMARK.parse_options(asked.benchmark_options(workload, *more))
-    loaded = load_ranks(n_ranks, _load(asked), choose_recipe(options))
+    loaded = load_ranks(n_ranks, load_of(asked), choose_recipe(options))
     (run,) = BENCHMARK.runs(options).values()
     return run, make_job(options, loaded.model, loaded.tokenizer, loaded.build)
 
@@ -150,15 +150,17 @@ def told(kind: str, name: str, figures: dict[str, Any]) -> str:
     return f"{kind} {name}: {', '.join(each)}"
 
 
-def _load(asked: Asked) -> Load:
+def load_of(asked: Asked) -> Load:
+    """Return how every rank loads its part of the model."""
     return Load(asked.model, asked.device, "auto", asked.load_format)
 
 
-def _refuse(asked: Asked, kind: str) -> None:
+def refuse(asked: Asked, kind: str) -> None:
+    """Raise ``RoseError`` if this machine or the model cannot run ``kind``, one of ``KINDS``."""
     if asked.device == "cuda" and torch.cuda.device_count() < 2:
         raise DeviceError(f"two GPUs are needed; this machine has {torch.cuda.device_count()}")
     if kind == TENSOR_PARALLEL:
-        check_ranks(2, _load(asked), None)
+        check_ranks(2, load_of(asked), None)
     else:
         import_ray()
 
@@ -170,7 +172,7 @@ EXPERIMENTS = [
         {"repeats": 3} | ({"all_reduce": ()} if kind == TENSOR_PARALLEL else {}),
         own_folder=True,
         workloads=[name],
-        refuse=partial(_refuse, kind=kind),
+        refuse=partial(refuse, kind=kind),
     )
     for kind in KINDS
     for name, workload in ALL_WORKLOADS.items()
