@@ -40,6 +40,8 @@ CAUSES = {
     "views": (GREEN, "/"),
     "head": (BLUE, "/"),
     "sampling": (MAGENTA, ""),
+    "all-reduce": (ORANGE, "x"),
+    "all-gather": (ORANGE, "\\"),
     "copies": (SKY, ""),
     "other": (PALE, "x"),
     "between kernels": (PALE, ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
 from rosellm.lab.figures.palette import PALE, STYLES, TEXT, fill
 from rosellm.lab.records.records import number
-from rosellm.lab.records.roles import roles_of
+from rosellm.lab.records.roles import Marked, roles_of
 from rosellm.lab.records.trace import PROFILED_STEP, SYNC, Event, Trace
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
@@ -64,7 +64,7 @@ class _Row(NamedTuple):
 
     panel: name of the trace.
     y: vertical position, in lanes from the top.
-    start, span: when the trace starts, and how long it lasts, in µs.
+    start, span: where the axis starts on the trace's clock, and how long the trace lasts, in µs.
     """
 
     panel: str
@@ -85,10 +85,14 @@ class _Row(NamedTuple):
         return self.busy / self.span
 
 
-def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
+def timeline(
+    traces: Mapping[str, Trace], title: str, marked: Sequence[Marked] = (), first: float | None = None
+) -> Chart:
     """Draw traces of decode steps one above the other, on a common axis in µs; drag to zoom.
 
     traces: the trace of each panel, by the panel's name.
+    marked: work with roles of its own.
+    first: the time of the traces at which the axis starts; None starts each trace at its own first event.
 
     The lanes of a trace are the engine's ranges by depth, operators called from Python, host waits, GPU
     kernels and GPU copies. Operators and kernels are coloured by role. Neighbouring events that a
@@ -96,16 +100,16 @@ def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
     has the style of the label with the most time. The resolution, stated on the axis in µs, is coarsened
     until there are at most ``MAX_RECTANGLES``. Raises ``ChartError`` for a trace without events.
     """
-    panels = {name: _lanes(trace) for name, trace in traces.items()}
+    panels = {name: _lanes(trace, marked) for name, trace in traces.items()}
     for name, lanes in panels.items():
         if not lanes:
             raise ChartError(f"the trace of {name} holds neither a range nor anything that ran")
-    span = max(end - start for start, end in map(_extent, panels.values()))
+    span = max(end - (start if first is None else first) for start, end in map(_extent, panels.values()))
     sight = span / PIXELS / ZOOM
-    rows = _rows(panels, sight)
+    rows = _rows(panels, sight, first)
     while (drawn := sum(len(row.rectangles) for row in rows)) > MAX_RECTANGLES:
         sight *= 2
-        rows = _rows(panels, sight)
+        rows = _rows(panels, sight, first)
     chart = _drawn(rows)
     events = sum(len(row.lane.events) for row in rows)
     said = f"{events:,} events in {drawn:,} rectangles: within {number(sight)} µs they may share one"
@@ -125,16 +129,16 @@ def timeline(traces: Mapping[str, Trace], title: str) -> Chart:
     )
 
 
-def _lanes(trace: Trace) -> list[_Lane]:
+def _lanes(trace: Trace, marked: Sequence[Marked]) -> list[_Lane]:
     """Return the lanes of a trace that have events."""
     operators, steps = trace.of("op"), trace.ranges(STEP_RANGE)
     on_gpu = [event for event in trace.events if event.on_gpu]
-    roles = list(zip(on_gpu, roles_of(trace, on_gpu, steps), strict=True))
+    roles = list(zip(on_gpu, roles_of(trace, on_gpu, steps, marked), strict=True))
     kernels = [(event, role) for event, role in roles if event.kind == "kernel"]
     waits, copies = trace.of("sync"), [event for event in on_gpu if event.kind != "kernel"]
     lanes = [
         *_nested([one for one in trace.ranges() if one.name != PROFILED_STEP]),
-        _Lane("operators", operators, roles_of(trace, operators, steps)),
+        _Lane("operators", operators, roles_of(trace, operators, steps, marked)),
         _Lane("waits", waits, [SYNC] * len(waits)),
         _Lane("GPU kernels", [event for event, _ in kernels], [role for _, role in kernels]),
         _Lane("GPU copies", copies, ["copies"] * len(copies)),
@@ -163,17 +167,19 @@ def _extent(lanes: list[_Lane]) -> tuple[float, float]:
     return min(event.start for event in events), max(event.end for event in events)
 
 
-def _rows(panels: Mapping[str, list[_Lane]], sight: float) -> list[_Row]:
+def _rows(panels: Mapping[str, list[_Lane]], sight: float, first: float | None) -> list[_Row]:
     """Return the lanes of all panels from top to bottom, with a free line for the name of each panel.
 
     sight: as in :func:`_merge`.
+    first: as in :func:`timeline`.
     """
     rows, y = [], 0
     for name, lanes in panels.items():
         start, end = _extent(lanes)
+        axis = start if first is None else first
         for lane in lanes:
             y += 1
-            rows.append(_Row(name, y, start, end - start, lane, _merge(lane, sight)))
+            rows.append(_Row(name, y, axis, end - start, lane, _merge(lane, sight)))
         y += 1
     return rows
 

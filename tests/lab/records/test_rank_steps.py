@@ -6,6 +6,7 @@ import pytest
 
 from rosellm.lab.records.rank_steps import STEPS, RankSteps, figures_of
 from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.measuring import measured
 
 
@@ -36,6 +37,16 @@ def test_a_rank_that_is_ready_first_waits_whatever_its_clock_says(figures) -> No
         {"GEMM": 10, "all-reduce": 9, "head": 5, "idle": 6},
         {"GEMM": 14, "all-reduce": 2, "head": 5, "idle": 9},
     ]
+
+
+def test_the_chart_has_both_ranks_on_one_axis_and_the_table_their_ledgers(figures) -> None:
+    ranks = load_exhibit("ranks_over_time")
+    chart = ranks.ranks_over_time(figures, "t", 1)
+    starts = {bar.name: sorted(bar.base.tolist()) for bar in chart.data}
+    assert starts == {"GEMM": [0, 3], "all-reduce": [10, 17], "head": [19, 19]}
+    rows = {name: values for _, name, *values in ranks.ledger_rows("D1", figures)}
+    assert rows["all-reduce"] == [9, 2] and rows["the step, profiled"] == [30, 30]
+    assert rows["all-reduces: waiting for the other rank"] == [7, 0]
 
 
 @pytest.mark.slow
