@@ -340,7 +340,8 @@ def tile_of(
     """
     rows, (n, k) = len(x), weight.shape
     form = None if isinstance(weight, Tensor) else weight.form
-    can_tune = in_ring or (form is None and ring.runs_on(x.device, x.dtype))
+    few = rows == 1 and not in_ring  # what is tuned is then a tile of ``few_rows``
+    can_tune = in_ring or (form is None and not few and ring.runs_on(x.device, x.dtype))
     tuned = choice_of(rows, n, k, activation, form) if can_tune else None
     if tuned is not None and tuned.parts == parts:
         return tuned.tile

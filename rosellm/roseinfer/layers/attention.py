@@ -127,8 +127,8 @@ class SplitAppendAndAttend(AppendAndAttend):
     On Hopper GPUs, keys and values are copied before the queries are ready, where that is faster. For a
     single row, wide models and models with many KV heads do not use it: their GEMMs would slow down by more
     than attention gains, probably because shared memory is taken from the L1 cache that they load through.
-    Quantised weights bypass the L1 cache, so a single row uses it, too, if it has more than ``SHORT`` cached
-    tokens.
+    The GEMMs of quantised weights and of a part of a model bypass the L1 cache, so that a single row uses it,
+    too, with quantised weights if it has more than ``SHORT`` cached tokens.
     """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
@@ -140,7 +140,8 @@ class SplitAppendAndAttend(AppendAndAttend):
         self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
         is_narrow = c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS
         wide_from = SHORT + 1 if model.quantization else math.inf
-        self.alone_from = 0 if is_narrow else wide_from  # cached tokens of a single row
+        is_cut = model.part.size > 1
+        self.alone_from = 0 if is_narrow or is_cut else wide_from  # cached tokens of a single row
 
     def choose(self, rows: int, kv_heads: int, longest: int, *sizes: Any) -> Variant:
         in_flight = self.has_ring and (rows > 1 or longest >= self.alone_from)

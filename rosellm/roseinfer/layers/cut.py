@@ -157,26 +157,28 @@ def cut_layers(
 def split_layers(model: Transformer, kernels: Kernels, library: Layers) -> tuple[LayersFor, LayersFor]:
     """Return one rank's layers for decode steps and for prefills, whose sums take several partial sums.
 
-    Up to SUMMED_ROWS rows, they are those of a whole model, except that no GEMM includes a norm.
+    Up to SUMMED_ROWS rows, they are those of a whole model, except that no GEMM includes a norm: a single row
+    has the GEMMs of two, which leave attention room for keys and values in flight.
     """
     parameters, with_ring = model.config.n_layer_parameters, has_ring(model, kernels)
     adds_up = with_ring and is_stock(kernels, "append_and_attend")
     fastest = fastest_parts(model, kernels)
 
     def parts(rows: int, n: int, k: int) -> int:
-        return fastest(rows, n, k) if rows <= SUMMED_ROWS else 1
+        return fastest(max(2, rows), n, k) if rows <= SUMMED_ROWS else 1
 
     def layers(qkv_parts: Parts) -> LayersFor:
         variants = _variants(model, kernels, library, parts, qkv_parts)
 
         def layers_for(rows: int) -> Layers:
             if rows <= SUMMED_ROWS:
-                return variants[fastest_products(rows, parameters, with_ring)]
+                return variants[fastest_products(max(2, rows), parameters, with_ring)]
             return variants[fastest_whole_products(rows, parameters)]
 
         return layers_for
 
-    return layers(tuned_or(ring_qkv_parts_of) if adds_up else _whole), layers(_whole)
+    qkv_parts = tuned_or(ring_qkv_parts_of)
+    return layers(lambda rows, n, k: qkv_parts(max(2, rows), n, k) if adds_up else 1), layers(_whole)
 
 
 def _whole(rows: int, n: int, k: int) -> int:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -23,7 +24,7 @@ from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory, share_files, share_gpus
 
 LOOPBACK = "127.0.0.1"
-RELEASED_WITHIN_S = 2.0
+RELEASED_WITHIN_S = 10.0
 PATIENCE = timedelta(minutes=30)  # ``watch`` detects dead and hung ranks
 
 
@@ -110,11 +111,15 @@ class Collectives:
         """
         if self._on_device is self._gloo:  # its connections close with the other ranks' processes
             return
+        Thread(target=self._release, daemon=True).start()
+        self._on_device.abort()
+
+    def _release(self) -> None:
+        """Let sums of steps that have started end: some come after NCCL's, which end by its abort."""
         late = monotonic() + RELEASED_WITHIN_S
         while self._peers and monotonic() < late and not torch.cuda.current_stream(self._device).query():
             for peers in self._peers.values():
                 peers.release()
-        self._on_device.abort()
 
 
 def _wait(work: Any) -> None:
