@@ -10,6 +10,7 @@ from typing import Any
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.records.rank_steps import RankSteps, all_reduces, marks_of
+from rosellm.lab.records.roles import Marked, kernel_role
 from rosellm.lab.records.trace import Trace
 from rosellm.roseinfer.tensor_parallel import SUMS_A_LAYER
 
@@ -33,6 +34,9 @@ def ranks_over_time(figures: Mapping[str, Any], title: str, layer: int, n_layers
         for rank, trace in enumerate(steps.traces)
     }
     marked = [mark for trace in drawn.values() for mark in marks_of(trace)]
+    if end < math.inf:  # the last GEMM is not the head's
+        names = {event.name for trace in drawn.values() for event in trace.events}
+        marked.append(Marked("GEMM", "GEMM", frozenset(it for it in names if kernel_role(it) == "GEMM")))
     return timeline(drawn, title, marked, first)
 
 

@@ -45,7 +45,7 @@ from rosellm.roseinfer.steps.resident import ResidentStep
 
 MOST_RANKS = 64
 SUMS_A_LAYER = 2
-SUM_US, READ_MB_PER_US = 9.0, 4.3  # of H200s: what a sum adds to a step of Llama-3.1-8B, and reads
+SUM_US, READ_MB_PER_US = 4.3, 4.3  # of H200s: what a sum adds to a step of Llama-3.1-8B, and reads
 ENDS_WITHIN_S = 3.0
 
 

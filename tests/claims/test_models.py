@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rosellm.lab.records import all_reduce, two_gpus
+from rosellm.lab.records import all_reduce, rank_steps, two_gpus
 from rosellm.lab.records.records import REFERENCE, Results, _rivals_file, find, read_us, results_folder
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
@@ -300,8 +300,21 @@ def test_only_the_measured_model_is_said_to_win():
     assert list(RUNS) == ["Llama-3.1-8B"]
     speeds = two_gpus.speeds(RUNS["Llama-3.1-8B"]["D1"])
     alone, two = speeds["1"], speeds["2 one_shot"]
-    claim("35", r"does win where it was measured: ([\d.]+) times at D1", two / alone)
+    gains = [one["2 one_shot"] / one["1"] for one in map(two_gpus.speeds, RUNS["Llama-3.1-8B"].values())]
+    words = r"does win where it was measured: ([\d.]+) times at D1, ([\d.]+) at D64 and ([\d.]+) at L8K"
+    claim("35", words, *gains)
     words = r"takes (\S+) ms per token at D1; .* of (\S+) µs would be (\S+) ms, and (\S+) are recorded"
     ms = 1e3 / alone
     hoped = ms / 2 + cuts.sums_a_step(cuts.MODELS["Llama-3.1-8B"]) * number(said(prose("35"), words)[1]) / 1e3
     claim("35", words, ms, FASTEST, hoped, 1e3 / two)
+
+
+def test_all_reduces_and_waiting_have_the_share_of_a_step_that_is_said():
+    runs = two_gpus.recorded_runs(find(), "tensor_parallel_timeline")["Llama-3.1-8B"]
+    steps = rank_steps.RankSteps.of(runs["D64"])
+    sums = [ledger["all-reduce"] for ledger in steps.ledgers]
+    shares = [100 * us / sum(ledger.values()) for us, ledger in zip(sums, steps.ledgers, strict=True)]
+    claim("35", r"all-reduces are (\d+)% of rank 0's step above, and (\d+)% of rank 1's", *shares)
+    assert 0.07 < sum(steps.waits_us) / sum(sums) < 0.13
+    said(prose("35"), "Waiting for the other GPU is a tenth of that: both start within a few µs")
+    assert max(map(abs, steps.skews_us)) < 5

@@ -187,20 +187,22 @@ def _rows(panels: Mapping[str, list[_Lane]], sight: float, first: float | None) 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
     """Return a lane's events as rectangles; one covers all events that end within ``sight`` µs of its start.
 
-    A longer event has a rectangle of its own. A merged rectangle's width is the time in which its events run,
-    without the gaps between them, so it ends at most ``sight`` µs too early.
+    A longer event has a rectangle of its own, from where the events before it end. A merged rectangle's
+    width is the time in which its events run, without the gaps between them, so it ends at most ``sight`` µs
+    too early.
     """
     merged: list[_Rectangle] = []
     done = float("-inf")
     for event, label in zip(lane.events, lane.labels, strict=True):
-        us, busy = Counter({label: event.duration}), max(0.0, event.end - max(event.start, done))
+        start = min(max(event.start, done), event.end)
+        us, busy = Counter({label: event.duration}), event.end - start
         done = max(done, event.end)
         if merged and done - merged[-1].start <= sight:
             last = merged[-1]
             time = last.busy + busy, last.us + us
             merged[-1] = _Rectangle(last.start, done, *time, last.first, last.events + 1)
         else:
-            merged.append(_Rectangle(event.start, event.end, busy, us, event, 1))
+            merged.append(_Rectangle(start, event.end, busy, us, event, 1))
     return merged
 
 
