@@ -241,8 +241,24 @@ class RecordedPair:
         """
         return read_us(results or self.results, n_bytes)
 
-    def recorded(self) -> None:
-        """Draw the recorded tokens per second of whole runs of both rungs."""
+    def recorded(self, *others: RecordedPair) -> None:
+        """Draw the recorded tokens per second of whole runs of both rungs.
+
+        others: further pairs; a slider then chooses the pair by its rung ``after``.
+        """
+        pairs = {pair.after: (pair, pair.with_whole_runs()) for pair in (self, *others)}
+        charts = {rung: pair.whole_runs_chart(shown) for rung, (pair, shown) in pairs.items() if shown}
+        if len(charts) > 1:
+            explore(lambda rung: show(charts[rung]), rung=Control("rung", list(charts)))
+        elif charts:
+            show(*charts.values())
+        ran = [(pair, results) for pair, shown in pairs.values() for results in shown]
+        lines = [one.environment_line(f"{next(iter(pair.verdicts(one)))}-{pair.after}") for pair, one in ran]
+        for line in dict.fromkeys(lines):
+            print(line)
+
+    def with_whole_runs(self) -> list[Results]:
+        """Return the machines on which one session ran both rungs; name the others in a line each."""
         shown = []
         for results in self.machines:
             measured = self._measured(results)
@@ -251,12 +267,9 @@ class RecordedPair:
                 continue
             why = "were not recorded together" if measured else "have no records yet"
             say(f"`{self.before}` and `{self.after}` {why} on {name_of(results)}.")
-        if shown:
-            show(self._recorded_chart(shown))
-        for results in shown:
-            print(results.environment_line(f"{next(iter(self.verdicts(results)))}-{self.after}"))
+        return shown
 
-    def _recorded_chart(self, machines: Sequence[Results]) -> Chart:
+    def whole_runs_chart(self, machines: Sequence[Results]) -> Chart:
         """Return a chart of the medians by workload, with the machines of a workload side by side."""
         each = list(zip(names_of(machines), map(self.verdicts, machines), strict=True))
         found = {f"{w}{name}": own[w] for w in VERDICTS for name, own in each if w in own}

@@ -32,7 +32,7 @@ ACTS = (
     Act(
         "Act I: feed the GPU",
         "At first it waits for Python most of the time; at the end it runs on its own.",
-        ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12", "13"),
+        ("01", "02", "03", "04", "05", "09", "10", "13"),
     ),
     Act(
         "Act II: give it less to do",
@@ -53,8 +53,11 @@ ACTS = (
     Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
 )
 
-LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
-LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
+TO_THE_KERNEL = "no_mask", "triton_append", "full_batch", "identity_pos"
+KEPT = "mutable_block_info", "resident_tables", "one_table"
+LONGER_NAMES = {"paged": "paged_attention"}
+LONGER_NAMES |= dict.fromkeys(TO_THE_KERNEL, "what_the_kernel_knows")
+LONGER_NAMES |= dict.fromkeys(KEPT, "what_python_keeps")
 LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
 
 

@@ -12,10 +12,10 @@ VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
 
 
 def test_a_notebook_is_its_rungs_by_name_whatever_its_number_and_a_rung_may_have_none(tmp_path):
-    for name in ("07_no_mask", "26_my_idea", "03_mask_removal", "scratch_paged", "my_other"):
+    for name in ("07_no_mask", "26_my_idea", "03_what_the_kernel_knows", "scratch_paged", "my_other"):
         (tmp_path / f"{name}.ipynb").touch()
     rungs = ["paged", "no_mask", "my_idea", "my_other"]
-    assert notebooks_of(rungs, tmp_path) == {"no_mask": "03_mask_removal", "my_idea": "26_my_idea"}
+    assert notebooks_of(rungs, tmp_path) == {"no_mask": "03_what_the_kernel_knows", "my_idea": "26_my_idea"}
 
 
 def test_each_rung_links_to_its_notebook():

@@ -82,12 +82,12 @@ class TestCards:
         return (build / "index.html").read_text()
 
     def test_a_card_has_title_and_question_and_a_failure_says_so(self, tmp_path):
-        index = self.publish(tmp_path, "02_mask_removal")
+        index = self.publish(tmp_path, "02_a")
         assert "<h3>02 · Who reads it?</h3>" in index and "<p>Does anybody?</p>" in index
         assert "http" not in index and "failed" not in index.partition("</style>")[2]
         picture = new_output("display_data", {"image/png": PNG})
         failure = {"status": "failed", "error": "ValueError: <x>"}
-        index = self.publish(tmp_path, "02_mask_removal", **failure, outputs=[picture])
+        index = self.publish(tmp_path, "02_a", **failure, outputs=[picture])
         assert '<b class="failed">failed</b> ValueError: &lt;x&gt;' in index and "1 failed" in index
         assert f'<img src="data:image/png;base64,{PNG}"' in index
 
