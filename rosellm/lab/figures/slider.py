@@ -13,6 +13,7 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import PLOTLY
 
 ROOM = 78  # pixels for the slider, between the title and the plot
+BESIDE = 30  # pixels left and right of the plot
 
 
 class ControlError(RoseError):
@@ -68,7 +69,9 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
         changes = [{"visible": shown}, {key: flat[at].get(key) for key in varying}]
         text = value if isinstance(value, str) else f"{value:,}"
         steps.append({"method": "update", "label": text, "args": changes})
-    slider = {"steps": steps, "active": control.start, "y": 1, "yanchor": "bottom", "pad": {"b": 14}}
+    left, right = (max(0, 3 * len(steps[at]["label"]) - BESIDE) for at in (0, -1))  # half of a long label
+    pad = {"b": 14, "l": left, "r": right}
+    slider = {"steps": steps, "active": control.start, "y": 1, "yanchor": "bottom", "pad": pad}
     slider |= {"currentvalue": {"prefix": f"{control.label}: "}, "font": {"size": 11}}
     figure = {"data": data, "layout": layouts[control.start] | {"sliders": [slider]}}
     display(drawn[control.start] | {PLOTLY: figure | {"config": figures[0]["config"]}}, raw=True)
