@@ -298,6 +298,7 @@ def test_the_tuner_wins_on_the_device_and_no_workload_gains():
 def test_a_choice_for_8_sequences_is_slow_for_more():
     (least,) = said(prose("04"), r"Tuned with 8 sequences, the kernel takes at least (\d+) % longer")
     early, *larger = LAUNCHES
+    claim("04", r"the tuner takes (\d+) warps and (\d+) stages", *early["chosen"])
     assert early["batch"] == 8 < min(one["batch"] for one in larger)
     assert 0 < min(slower(one, early["chosen"]) for one in larger) - number(least) / 100 < 0.05
 
