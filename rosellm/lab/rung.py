@@ -133,15 +133,22 @@ class Rung(RecordedPair):
         ]
         show_table(["per step", self.before, self.after], rows)
 
-    def tokens_equal(self) -> None:
+    def tokens_equal(self, *others: Rung) -> None:
         """Generate a few tokens with both rungs here, in fp32, and print that they are equal.
+
+        others: further pairs to check.
 
         Prints that the tokens differ at a near-tie if the two best logits were almost equal somewhere, and
         the reason if a rung cannot run the model. Raises ClaimError if tokens differ otherwise.
         """
-        print(self.refusal or self._compared_tokens())
+        lines = [line for pair in (self, *others) for line in pair.compared_tokens().splitlines()]
+        for line in reversed(dict.fromkeys(reversed(lines))):  # what concerns all of them once, at the end
+            print(line)
 
-    def _compared_tokens(self) -> str:
+    def compared_tokens(self) -> str:
+        """Return what :meth:`tokens_equal` prints of this pair."""
+        if self.refusal:
+            return self.refusal
         batch, new_tokens = min(self.batch, 3), min(self.new_tokens, 8)
         gpt, pair = self.exact(), (self.before, self.after)
         prompts = make_prompts(batch, self.prompt_lengths, gpt.config.vocab_size, seed=1)

@@ -104,7 +104,7 @@ def test_an_exercise_names_the_first_case_that_fails(answer, cases, told, capsys
 def test_every_figure_of_a_data_flow_is_shown_by_a_notebook_and_described(rung, monkeypatch):
     folder = results_folder().parent
     sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.ipynb"))
-    shown = set(re.findall(r'(?:open_rung|nb\.flow)\(\\"(\w+)\\"', sources))
+    shown = set(re.findall(r'(?:open_rung|\.flow)\(\\"(\w+)\\"', sources))
     flows = {path.stem for path in folder.glob("flows/*.svg")}
     assert flows and flows <= shown
     displayed = []
