@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -87,13 +86,11 @@ def sweep(given: argparse.Namespace) -> None:
 
 
 def make_record(job: Job) -> dict[str, Any]:
-    """Run ``job`` in a temporary folder, and return its record with this machine's name added."""
+    """Run ``job`` in a temporary folder, and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = job.in_folder(Path(folder))
         elsewhere.run()
-        record = json.loads(elsewhere.path.read_text(encoding="utf-8"))
-    record["environment"]["machine"] = platform.node()
-    return record
+        return json.loads(elsewhere.path.read_text(encoding="utf-8"))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

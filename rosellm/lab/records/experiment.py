@@ -30,7 +30,7 @@ from rosellm.roseinfer.recipe import best_rung
 Record = dict[str, Any]
 # Entries of the environment that must be equal for all parts of a record. A copy of the package without git
 # has no commit, only a version.
-OF_MACHINE = ("device_name", "git_commit", "rosellm")
+OF_MACHINE = ("device_name", "git_commit", "rosellm", "host", "lease")
 
 
 @dataclass(frozen=True)
