@@ -1,9 +1,8 @@
 """Measure records: ``python -m rosellm.lab.measure NAME… --output FOLDER``.
 
-A NAME is that of a record, or of a workload of GPT-2, for all rungs. Without names: workloads W0 to W5 on
-every rung, then the experiments behind the notebooks' figures. Each writes one file; an interrupted run loses
-only the one in progress. Records of a model other than GPT-2 are in a folder of its name. On a CPU all is
-small: the shipped model, few rows, few tokens.
+A NAME is that of a record, or of a workload of GPT-2, for all rungs. Each writes one file; an interrupted run
+loses only the one in progress. Records of a model other than GPT-2 are in a folder of its name. On a CPU all
+is small: the shipped model, few rows, few tokens.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     details = "options of single records"
     parser = ScreenParser(details=(details,), prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="records or workloads; default: those of a GPU")
+    add("names", nargs="+", metavar="NAME", help="records or workloads")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     add("--model", help="shape of the model; default: the experiment's own, at size small the shipped one")
     add("--load-format", choices=LOAD_FORMATS, help="default: dummy; auto for a shipped model")
