@@ -58,7 +58,7 @@ def _fingerprints(unit: str) -> dict[str, str]:
 def _boot() -> str:
     """Identify the time since the machine was started."""
     path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text(encoding="ascii") if path.is_file() else str(psutil.boot_time())
+    return path.read_text(encoding="ascii") if path.is_file() else f"{psutil.boot_time() / 60:.0f}"
 
 
 def _cpu_name() -> str:

@@ -9,15 +9,17 @@ are in the way, or if the checkout has changes that are not committed.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rosellm.bench.plan import PLAN, Block, Run
 from rosellm.command_line import whole_number
@@ -25,9 +27,10 @@ from rosellm.environment import COMMIT_VARIABLE, environment
 from rosellm.errors import RoseError
 from rosellm.models.loading import resolve_device
 
-CAMPAIGN = {"git_commit": "commit", "device_name": "GPU"}  # equal in all records
+CAMPAIGN = {"git_commit": "commit", "git_dirty": "commit", "device_name": "GPU"}  # equal in all records
 LEASE = CAMPAIGN | {"host": "host", "lease": "lease"}  # equal in all records of a block
 LEAVING_S = 15.0  # from the last record to the end of the process
+BEGUN = ".begun"  # folder of the records of the command that runs
 SHOWN = 3  # names of a line
 COMPLETE = re.compile(r"\[ *[\d.]+ s\] (\S+)\n")  # how a command tells that a record is complete
 
@@ -52,7 +55,7 @@ def run(given: Namespace) -> None:
     if not given.list:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the command that runs, too
         campaign = Campaign(given.out, resolve_device(given.device).type)
-        campaign.check()
+        campaign.check(blocks)
         campaign.work_off(blocks, start + 60 * given.minutes - LEAVING_S)
     for block in blocks:
         print(told(block, given.out))
@@ -92,68 +95,89 @@ class Campaign:
             raise RoseError("a campaign is of one commit: commit your changes first")
         folder.mkdir(parents=True, exist_ok=True)
 
-    def check(self) -> None:
+    def check(self, asked: list[Block]) -> None:
         """Raise ``RoseError`` if the folder's records are not comparable with those to be measured here.
 
         All must be of this commit and GPU. Those of a block must be of one host and lease, and of this one
-        if others of the block are missing.
+        if others of the block are missing and asked for.
         """
         for block in PLAN:
-            known = dict(self._environments(block))
-            is_done = not any(missing(one, self.folder) for one in block.runs)
-            first = next(iter(known.values()), self.here) if is_done else self.here
-            expected = first | {name: self.here[name] for name in CAMPAIGN}
-            for record, own in known.items():
-                if others := [name for key, name in LEASE.items() if own.get(key) != expected[key]]:
-                    raise RoseError(
-                        f"{_path(self.folder, record)} is of another {' and '.join(others)}; one lease makes "
-                        f"all of block {block.name}: remove its records, or choose another --out"
-                    )
-
-    def _environments(self, block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
-        for record in [record for one in block.runs for record in one.records]:
-            if (path := _path(self.folder, record)).is_file():
-                yield record, json.loads(path.read_text(encoding="utf-8"))["environment"]
+            paths = [_path(self.folder, record) for one in block.runs for record in one.records]
+            known = {path: _environment_of(path) for path in paths if path.is_file()}
+            goes_on = block in asked and len(known) < len(paths)
+            first = self.here if goes_on else next(iter(known.values()), self.here)
+            for path, own in known.items():
+                _refuse_others(path, own, first | {name: self.here[name] for name in CAMPAIGN}, block)
 
     def work_off(self, blocks: list[Block], end: float) -> None:
         """Make missing records in order; stop where the next would be late. end: a monotonic time."""
-        for name, one in ((block.name, one) for block in blocks for one in block.runs):
+        for block, one in ((its, one) for its in blocks for one in its.runs):
             left = missing(one, self.folder)
             while left:
                 wanted = one.within(end - time.monotonic(), left)
                 if not wanted:
                     return
-                print(name, end=": ", flush=True)
-                failed = self._measure(one, wanted, end)
+                print(block.name, end=": ", flush=True)
+                failed = self._measure(one, wanted, end, block)
                 left = [record for record in missing(one, self.folder) if record in left][failed:]
 
-    def _measure(self, one: Run, wanted: list[str], end: float) -> bool:
-        """Run a command that makes records, print one line, and return whether it failed or took too long.
+    def _measure(self, one: Run, wanted: list[str], end: float, block: Block) -> bool:
+        """Run a command that makes records, print one line, and return whether records are missing.
 
-        If so, only records that the command tells to be complete are kept.
+        Only records that the command tells to be complete are kept.
         """
+        begun = self.folder / BEGUN
+        shutil.rmtree(begun, ignore_errors=True)
         for record in wanted:
-            _path(self.folder, record).parent.mkdir(parents=True, exist_ok=True)
-        begun, log = time.monotonic(), self.folder / "campaign.log"
-        command = [sys.executable, "-m", *one.arguments(self.folder, wanted), "--device", self.device]
-        status: int | None = None
+            _path(begun, record).parent.mkdir(parents=True, exist_ok=True)
+        start, log = time.monotonic(), self.folder / "campaign.log"
+        command = [sys.executable, "-m", *one.arguments(self.folder, begun, wanted), "--device", self.device]
         with log.open("a+b") as output:
             written = output.tell()
-            try:
-                limit = end + LEAVING_S / 2 - begun
-                status = subprocess.run(command, stdout=output, stderr=output, timeout=limit).returncode
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                output.seek(written)
-                complete = COMPLETE.findall(output.read().decode(errors="replace"))
-                for record in wanted if status != 0 else ():
-                    if Path(record).name not in complete:
-                        _path(self.folder, record).unlink(missing_ok=True)
+            status = _run(command, output, end + LEAVING_S / 2 - start)
+            output.seek(written)
+            complete = COMPLETE.findall(output.read().decode(errors="replace"))
+        for record in wanted:
+            path = _path(begun, record)
+            if path.is_file() and (status == 0 or Path(record).name in complete):
+                _refuse_others(path, _environment_of(path), self.here, block)
+                _path(self.folder, record).parent.mkdir(parents=True, exist_ok=True)
+                path.replace(_path(self.folder, record))
+        is_short = any(record in wanted for record in missing(one, self.folder))
         names = wanted[0] + f" to {wanted[-1]}" * (len(wanted) > 1)
-        why = "" if status == 0 else f"; FAILED, see {log}" if status else "; ended, the time was up"
-        print(f"{names}, {time.monotonic() - begun:.0f} s of {one.expected_s(wanted):.0f}{why}", flush=True)
-        return status != 0
+        why = "; ended, the time was up" if status is None else f"; FAILED, see {log}" * is_short
+        print(f"{names}, {time.monotonic() - start:.0f} s of {one.expected_s(wanted):.0f}{why}", flush=True)
+        return is_short
+
+
+def _run(command: list[str], output: BinaryIO, limit_s: float) -> int | None:
+    """Run a command, and return its exit status; None if it took too long. Its processes end with it."""
+    process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _environment_of(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["environment"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise RoseError(f"{path} is not a record: remove it") from error
+
+
+def _refuse_others(path: Path, own: dict[str, Any], expected: dict[str, Any], block: Block) -> None:
+    """Raise ``RoseError`` unless a record's environment is the expected one."""
+    others = dict.fromkeys(name for key, name in LEASE.items() if own.get(key) != expected[key])
+    if others:
+        raise RoseError(
+            f"{path} is of another {' and '.join(others)}; one lease makes all of block {block.name}: "
+            "remove its records, or choose another --out"
+        )
 
 
 def _path(folder: Path, record: str) -> Path:

@@ -16,8 +16,8 @@ from rosellm.roseinfer.recipe import LADDER
 class Run(NamedTuple):
     """A command, and the records that it makes.
 
-    command: arguments of ``python -m``. ``{folder}`` is the campaign's, ``{record}`` the record's file. A
-        command without ``{record}`` takes names of records, and prints each that is complete.
+    command: arguments of ``python -m``. ``{folder}`` is that of complete records, ``{record}`` the record's
+        file. A command without ``{record}`` takes names of records, and prints each that is complete.
     records: path below the folder, without suffix → seconds.
     start_s: seconds of the process before the first record.
     """
@@ -26,13 +26,13 @@ class Run(NamedTuple):
     records: Mapping[str, float]
     start_s: float = 0.0
 
-    def arguments(self, folder: Path, wanted: list[str]) -> list[str]:
-        """Return the command's arguments for some of its records."""
-        record = folder / f"{wanted[0]}.json"
+    def arguments(self, folder: Path, output: Path, wanted: list[str]) -> list[str]:
+        """Return the command's arguments for some of its records, which it writes to ``output``."""
+        record = output / f"{wanted[0]}.json"
         words = [word.format(folder=folder, record=record) for word in shlex.split(self.command)]
         if "{record}" in self.command:
             return words
-        return [*words, *(Path(name).name for name in wanted), "--output", str(folder)]
+        return [*words, *(Path(name).name for name in wanted), "--output", str(output)]
 
     def expected_s(self, wanted: list[str]) -> float:
         """Return how many seconds these records take."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from rosellm.bench import campaign
 from rosellm.bench.__main__ import main
 from rosellm.bench.plan import PLAN, RUNGS, Block, Run
-from rosellm.environment import environment
+from rosellm.environment import COMMIT_VARIABLE, environment
 from rosellm.lab import measure
 from rosellm.lab.records.experiment import Experiment
 from rosellm.lab.records.records import REFERENCE, results_folder
@@ -21,6 +26,7 @@ from tests.test_docs import Parsed, stop_after_parsing
 FAKE = """
 import json, os, sys
 from pathlib import Path
+from subprocess import Popen
 
 *names, _output, folder, _device, _cpu = sys.argv[1:]
 for name in names:
@@ -28,6 +34,12 @@ for name in names:
     (Path(folder) / f"{name}.json").write_text(json.dumps(record))
     if name == os.environ.get("BREAKS"):
         sys.exit("no room")
+    if name == os.environ.get("FORGETS"):
+        (Path(folder) / f"{name}.json").unlink()
+    if name == os.environ.get("KILLS"):
+        os.kill(os.getppid(), 9)
+    if name == os.environ.get("STARTS"):
+        Popen([sys.executable, "-c", f"import time; time.sleep(60)  # {folder}"])
     print(f"[   0.1 s] {name}")
 """
 HERE = environment(torch.device("cpu")) | {"git_commit": "abc", "git_dirty": False}
@@ -57,7 +69,7 @@ class Folder:
     def made(self) -> dict[str, int]:
         return {path.stem: path.stat().st_mtime_ns for path in sorted(self.path.glob("*.json"))}
 
-    def change(self, name: str, **facts: str) -> None:
+    def change(self, name: str, **facts: str | bool) -> None:
         (self.path / f"{name}.json").write_text(json.dumps({"environment": HERE | facts}))
 
 
@@ -95,11 +107,55 @@ def test_what_fails_is_told_and_only_its_unfinished_record_is_dropped(folder, ca
     assert "no room" in (folder.path / "campaign.log").read_text()
 
 
+def test_a_record_that_a_command_leaves_out_is_not_asked_for_again_in_a_call(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORGETS", "a1")
+    assert folder.run() == 1 and capsys.readouterr().out.count("FAILED") == 1
+    assert list(folder.made()) == ["a2", "a3", "b"]
+
+
+def test_a_record_that_is_begun_when_the_campaign_is_killed_does_not_count(folder):
+    environment = os.environ | {"KILLS": "a2"}
+    code = (
+        "import json, os; from rosellm.bench import campaign; from rosellm.bench.plan import Block, Run;"
+        "campaign.environment = lambda _device: json.loads(os.environ['FAKE']);"
+        "campaign.PLAN = [Block('first', [Run('fake', {'a1': 1.0, 'a2': 1.0})])];"
+        f"from rosellm.bench.__main__ import main; main(['campaign', '--device=cpu', '--out={folder.path}'])"
+    )
+    paths = os.pathsep.join([str(Path(campaign.__file__).parents[2]), os.environ["PYTHONPATH"]])
+    killed = subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONPATH": paths})
+    assert killed.returncode == -signal.SIGKILL and not folder.made()
+    assert folder.run() == 0 and len(folder.made()) == 4
+
+
+def test_processes_of_a_command_end_with_it(folder, monkeypatch):
+    monkeypatch.setenv("STARTS", "a1")
+    assert folder.run() == 0
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if str(folder.path) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]"])
+def test_a_file_that_is_not_a_record_is_refused_in_one_line(folder, capsys, text):
+    folder.path.mkdir()
+    (folder.path / "a1.json").write_text(text)
+    assert folder.run() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.endswith("a1.json is not a record: remove it\n")
+
+
+def test_records_of_another_commit_made_during_a_call_are_refused(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps(HERE | {"git_commit": "def"}))
+    assert folder.run() == 2 and "another commit" in capsys.readouterr().err and not folder.made()
+
+
 @pytest.mark.parametrize(
     ("facts", "told"),
     [
         ({"host": "other", "lease": "other"}, "another host and lease"),
         ({"git_commit": "def"}, "another commit"),
+        ({"git_dirty": True}, "another commit"),
         ({"device_name": "NVIDIA H100"}, "another GPU"),
     ],
 )
@@ -110,6 +166,12 @@ def test_an_unfinished_block_is_not_mixed_with_records_made_elsewhere(folder, ca
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and told in said and "a2.json" in said and "block first" in said
     assert list(folder.made()) == ["a2"]
+
+
+def test_a_block_may_be_measured_where_another_one_was_not_finished(folder):
+    folder.path.mkdir()
+    folder.change("a1", host="other", lease="other")
+    assert folder.run("--block=second") == 0 and list(folder.made()) == ["a1", "b"]
 
 
 def test_each_block_may_have_a_lease_of_its_own_but_all_are_of_one_commit(folder, capsys):
@@ -134,8 +196,9 @@ def test_a_campaign_is_of_a_clean_commit(folder, capsys, monkeypatch, facts, tol
 
 
 def test_real_commands_make_their_records_and_these_tell_where(tmp_path, monkeypatch):
-    here = environment(torch.device("cpu")) | {"git_dirty": False, "git_commit": "abc"}
-    monkeypatch.setattr(campaign, "environment", lambda _device: here)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    here = environment(torch.device("cpu"))
     runs = [
         Run("rosellm.lab.measure --repeats 1", {"rose-tiny/W1-paged": 1.0}),
         Run("rosellm.bench steps --rows 1 --turns 1 --json {record}", {"rose-tiny/steps_by_rows": 1.0}),
@@ -153,7 +216,7 @@ MEASURED = [one for one in RUNS if one.command.startswith("rosellm.lab.measure")
 
 @pytest.mark.parametrize("one", MEASURED, ids=lambda one: next(iter(one.records)))
 def test_the_records_of_a_run_are_where_its_command_writes_them(one, monkeypatch):
-    _module, *arguments = one.arguments(Path("out"), list(one.records))
+    _module, *arguments = one.arguments(Path("whole"), Path("out"), list(one.records))
     given = measure.parse([*arguments, "--size=full", "--device=cpu"])
     monkeypatch.setattr(Experiment, "check", lambda *_given: None)
     assert [job.path for job in plan(given)] == [Path("out", f"{record}.json") for record in one.records]
@@ -163,7 +226,7 @@ def test_other_commands_of_the_plan_take_their_options(monkeypatch):
     stop_after_parsing(monkeypatch)
     for one in RUNS:
         if one not in MEASURED:
-            module, *arguments = one.arguments(Path("out"), list(one.records))
+            module, *arguments = one.arguments(Path("whole"), Path("out"), list(one.records))
             assert module == "rosellm.bench"
             with pytest.raises(Parsed):
                 main([*arguments, "--device", "cuda"])
