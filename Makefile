@@ -66,7 +66,7 @@ lint: $(STAMP) ## check the style of the Python files (ruff) and the package's t
 lab: $(STAMP) ## open a working copy of the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
 	@exec $(PY) -P rosellm/lab/running/open_lab.py $(LAB)
 
-new-notebook: $(STAMP) ## write a notebook that works (NAME=40_my_idea)
+new-notebook: $(STAMP) ## write a notebook that works (NAME=50_my_idea)
 	@exec $(PY) -m rosellm.lab.running.new_notebook $(NAME)
 
 measure: $(STAMP) ## record this machine in ten minutes, to be shown beside the H200; again: what is missing (MINUTES=30)
