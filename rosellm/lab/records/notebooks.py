@@ -37,7 +37,7 @@ ACTS = (
     Act(
         "Act II: give it less to do",
         "Fewer kernels, smaller ones, launched before their inputs are there.",
-        ("14", "15", "16", "18", "19", "20", "21", "22"),
+        ("14", "15", "16", "18", "19", "21", "22"),
     ),
     Act(
         "Modern models",
@@ -56,6 +56,7 @@ ACTS = (
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
 LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
 LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
+LONGER_NAMES |= dict.fromkeys(("small_gemm", "dependent_launch"), "weights_in_flight")
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
