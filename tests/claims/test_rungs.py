@@ -101,6 +101,7 @@ def test_the_changes_to_the_ring_did_what_is_said():
     assert spans["half the shared memory"][0] > 0.995
     assert 0.94 < spans["five kernels a layer"][0] < 0.98 and spans["five kernels a layer"][1] > 1.2
     assert spans["128 weight rows per program"][1] < 0.91 < 1 < spans["128 weight rows in fewer programs"][0]
+    said(prose("22"), "norms at the end of a GEMM, .* win nothing either")
     assert spans["norms at the end of the GEMM before them"][0] > 0.985
     in_flight = "keys and values in flight"
     claim("19", r"steps take as little as ([\d.]+)", spans[in_flight][0])
