@@ -16,7 +16,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE # containers set it: each process would compile the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-all test-browser soak lint lab new-notebook measure refresh clean
+.PHONY: help setup notebooks test test-all test-browser soak lint lab new-notebook measure campaign refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,11 +66,14 @@ lint: $(STAMP) ## check the style of the Python files (ruff) and the package's t
 lab: $(STAMP) ## open a working copy of the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
 	@exec $(PY) -P rosellm/lab/running/open_lab.py $(LAB)
 
-new-notebook: $(STAMP) ## write a notebook that works (NAME=40_my_idea)
+new-notebook: $(STAMP) ## write a notebook that works (NAME=50_my_idea)
 	@exec $(PY) -m rosellm.lab.running.new_notebook $(NAME)
 
 measure: $(STAMP) ## record this machine in ten minutes, to be shown beside the H200; again: what is missing (MINUTES=30)
 	@exec $(PY) -m rosellm.lab.records.quick --minutes $(or $(MINUTES),10)
+
+campaign: $(STAMP) ## make all committed records of one GPU anew, at one commit, ten minutes a call (MINUTES=20, BLOCK=ladder)
+	@exec $(PY) -m rosellm.bench campaign --minutes $(or $(MINUTES),10) $(if $(BLOCK),--block $(BLOCK))
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
 	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import rosellm
@@ -21,7 +23,9 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the hardware, software versions, git commit and UTC time of a measurement on ``device``.
 
-    The commit is None outside a checkout, unless the variable ROSELLM_COMMIT names one.
+    The commit is None outside a checkout, unless the variable ROSELLM_COMMIT names one. ``host`` and
+    ``lease`` are fingerprints: of the processor and the GPU, and of the GPU and this boot of the machine.
+    They are equal if and only if these are, and name no machine.
     """
     is_gpu = device.type == "cuda"
     return {
@@ -33,6 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
+        **_fingerprints(str(torch.cuda.get_device_properties(device).uuid) if is_gpu else platform.node()),
         "torch_threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -42,6 +47,18 @@ def environment(device: torch.device) -> dict[str, Any]:
         **_git_state(),
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _fingerprints(unit: str) -> dict[str, str]:
+    """Return the fingerprints of host and lease. unit: identifies a GPU, or a machine without one."""
+    told = {"host": f"{_cpu_name()} {unit}", "lease": f"{_boot()} {unit}"}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in told.items()}
+
+
+def _boot() -> str:
+    """Identify the time since the machine was started."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text(encoding="ascii") if path.is_file() else f"{psutil.boot_time() / 60:.0f}"
 
 
 def _cpu_name() -> str:

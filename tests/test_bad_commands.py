@@ -62,7 +62,7 @@ SCHEDULER = cases(
     ("--prompt-repeats 1,,4", "'' is not a whole number"),
     ("--json .", "cannot write .: it exists and is not a regular file"),
     ("--speculation eagle", "argument --speculation: invalid choice: 'eagle' (choose from"),
-    ("--speculation ngram", "rung 'dense' cannot speculate; packed_prefill and later rungs can"),
+    ("--speculation ngram", "rung 'dense' cannot speculate; fused_append and later rungs can"),
     ("--paged-attn --speculation ngram --speculative-tokens 17", "'17' is too large; use at most 16"),
     ("--top-k -2", "--top-k: '-2' is not a whole number, 0 or more"),
     ("--shared-prefix-tokens 4", "--shared-prefix-tokens needs --prompt-tokens"),

@@ -1,7 +1,9 @@
 """The environment that every record tells."""
 
+import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,21 @@ def test_the_environment_names_hardware_and_versions_and_no_path():
     assert found["time_utc"].endswith("+00:00")
     assert {"triton", "transformers", "numpy", "python", "rosellm", "cpu_cores", "git_commit"} <= found.keys()
     assert not [value for value in found.values() if isinstance(value, str) and value.startswith("/")]
+
+
+def test_fingerprints_last_through_a_lease_and_differ_between_hosts_and_leases(monkeypatch):
+    first = environment(CPU)
+    assert [len(first[name]) for name in ("host", "lease")] == [12, 12]
+    in_another_process = "import torch; from rosellm.environment import environment as e; "
+    in_another_process += "found = e(torch.device('cpu')); print(found['host'], found['lease'])"
+    done = subprocess.run([sys.executable, "-c", in_another_process], capture_output=True, text=True)
+    assert done.stdout.split() == [first["host"], first["lease"]]
+    monkeypatch.setattr(module, "_boot", lambda: "after the machine began again")
+    again = environment(CPU)
+    assert again["host"] == first["host"] and again["lease"] != first["lease"]
+    monkeypatch.setattr(platform, "node", lambda: "another machine")
+    other = environment(CPU)
+    assert other["host"] != first["host"] and "another machine" not in str(other)
 
 
 @NEEDS_GIT

@@ -48,8 +48,8 @@ METHODS = (
     "print_table", "each_machine", "recorded", "predict", "outcome", "verdict", "ablation", "timeline",
     "waterfall",
 )  # fmt: skip
-PAIRS = "nb", "append", "equal", "mixed", "epilogue", "resident", "shared"
-SIDE_BY_SIDE = re.compile(rf"\b(?:{'|'.join(PAIRS)})\.(?:(?:{'|'.join(METHODS)})\(|(?:machines|others)\b)")
+RUNGS = "nb|append|equal|mixed|resident|shared|epilogue|early"  # what notebooks call the rungs that they open
+SIDE_BY_SIDE = re.compile(rf"\b(?:{RUNGS})\.(?:(?:{'|'.join(METHODS)})\(|(?:machines|others)\b)")
 FENCE = re.compile(r"<details>.*?```python\n(.*?)```", re.DOTALL)
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

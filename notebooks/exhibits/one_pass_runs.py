@@ -192,4 +192,4 @@ def measure(asked: Asked) -> Iterator[Record]:
     yield asked.record(NAME, **facts, dtype=str(gpt.dtype).removeprefix("torch."), figures=figures)
 
 
-EXPERIMENTS = [Experiment("one_pass", measure, {"repeats": 5})]
+EXPERIMENTS = [Experiment("one_pass", measure, {"repeats": 3})]

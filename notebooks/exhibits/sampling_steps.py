@@ -26,7 +26,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 NAME = "sampling_steps"
 BATCHES = 1, 8, 64, 256
-CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens per sequence, turns per mode, seconds per turn
+CONTEXT, TURNS, SECONDS = 256, 3, 0.1  # cached tokens per sequence, turns per mode, seconds per turn
 
 
 @dataclass(frozen=True)

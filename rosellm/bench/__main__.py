@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.bench import drafts, formats, steps, tune, verify
+from rosellm.bench import campaign, drafts, formats, steps, tune, verify
 from rosellm.command_line import OneLineParser, command
 
 
@@ -16,6 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     formats.add_to(benchmarks.add_parser("formats", help="what formats of 8 bits gain and cost"))
     verify.add_to(benchmarks.add_parser("verify", help="the time of a step that verifies drafts"))
     tune.add_to(benchmarks.add_parser("tune", help="the fastest kernels for a model's decode steps"))
+    campaign.add_to(benchmarks.add_parser("campaign", help="all records of this GPU, at one commit"))
     given = parser.parse_args(argv)
     given.run(given)
 

@@ -1,16 +1,14 @@
 """Measure records: ``python -m rosellm.lab.measure NAME… --output FOLDER``.
 
-A NAME is that of a record, or of a workload of GPT-2, for all rungs. Without names: workloads W0 to W5 on
-every rung, then the experiments behind the notebooks' figures. Each writes one file; an interrupted run loses
-only the one in progress. Records of a model other than GPT-2 are in a folder of its name. On a CPU all is
-small: the shipped model, few rows, few tokens.
+A NAME is that of a record, or of a workload of GPT-2, for all rungs. Each writes one file; an interrupted run
+loses only the one in progress. Records of a model other than GPT-2 are in a folder of its name. On a CPU all
+is small: the shipped model, few rows, few tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -87,13 +85,11 @@ def sweep(given: argparse.Namespace) -> None:
 
 
 def make_record(job: Job) -> dict[str, Any]:
-    """Run ``job`` in a temporary folder, and return its record with this machine's name added."""
+    """Run ``job`` in a temporary folder, and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = job.in_folder(Path(folder))
         elsewhere.run()
-        record = json.loads(elsewhere.path.read_text(encoding="utf-8"))
-    record["environment"]["machine"] = platform.node()
-    return record
+        return json.loads(elsewhere.path.read_text(encoding="utf-8"))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -104,7 +100,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     details = "options of single records"
     parser = ScreenParser(details=(details,), prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="records or workloads; default: those of a GPU")
+    add("names", nargs="+", metavar="NAME", help="records or workloads")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     add("--model", help="shape of the model; default: the experiment's own, at size small the shipped one")
     add("--load-format", choices=LOAD_FORMATS, help="default: dummy; auto for a shipped model")

@@ -150,7 +150,8 @@ def _model_parts(
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
         chooser = batch_invariant.invariant_chooser(model, kernels, counts)
         return *batch_invariant.invariant_layers(model, kernels), bind, chooser
-    binder = build_binder(recipe.attention, kernels, blocks, model)
+    one_in_ring = group is not ALONE and (recipe.all_reduce, recipe.gemm) == ("one_shot", "small_m")
+    binder = build_binder(recipe.attention, kernels, blocks, model, one_in_ring)
     if group is ALONE:
         return (
             *build_layers(*fields, model, kernels),

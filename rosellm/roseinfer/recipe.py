@@ -228,7 +228,7 @@ def speculating(recipe: str | Rung | None, proposer: str, device: torch.device) 
     """
     rung = recipe if isinstance(recipe, Rung) else LADDER[get_rung(recipe, device)]
     if not isinstance(rung, Recipe):
-        raise RecipeError(f"rung {describe(recipe)} cannot speculate; {_CHANGES[0][1]} and later rungs can")
+        raise RecipeError(f"rung {describe(recipe)} cannot speculate; {_CHANGES[0][0]} and later rungs can")
     found = replace(rung, speculation=cast(Any, proposer))
     return next((name for name, known in LADDER.items() if known == found), found)
 

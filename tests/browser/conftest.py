@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-USUAL = ("00_map", "19_small_gemm", "24_faults")
+USUAL = ("00_map", "19_weights_in_flight", "24_faults")
 # Beginnings of names, as `make notebooks` takes them.
 WANTED = tuple(os.environ.get("NB", "").split()) or USUAL
 OPENED = [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb")) if path.stem.startswith(WANTED)]

@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 
 from rosellm.lab.records import all_reduce, rank_steps, two_gpus
-from rosellm.lab.records.records import REFERENCE, Results, _rivals_file, find, read_us, results_folder
+from rosellm.lab.records.records import (
+    REFERENCE,
+    Results,
+    _rivals_file,
+    find,
+    floor_us,
+    modern_rivals,
+    one_lease,
+    read_us,
+    results_folder,
+    rivals,
+)
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 from tests.claims.reading import claim, number, prose, said, table_row
@@ -13,17 +24,61 @@ from tests.claims.reading import claim, number, prose, said, table_row
 RESULTS = find()
 models, model_ladder = load_exhibit("models"), load_exhibit("model_ladder")
 roles = load_exhibit("roles_chart")
+SHAPES = models.recorded_shapes(RESULTS)
+QWEN, LLAMA_1B, LLAMA_8B = SHAPES
+
 # 22
 
 
 def test_the_published_figures_and_ours_are_those_of_the_records():
     words = r"figures are ([\d.]+) µs a token for it and ([\d.]+) µs for a CUDA.*?takes (\d+) µs"
-    rivals = _rivals_file()
-    (published,) = rivals["modern_models"]["published"].values()
+    file = _rivals_file()
+    (published,) = file["modern_models"]["published"].values()
     kernel = published["HazyResearch megakernel, us a token"]
     graph = published["CUDA graph with programmatic dependent launch, us a token"]
-    ours = rivals["one_lease_2026_11_26"]["llama_1b_protocol"]["decode only"]
+    ours = file["one_lease_2026_11_26"]["llama_1b_protocol"]["decode only"]
     claim("22", words, kernel, graph, ours)
+
+
+def rests(model: str) -> list[float]:
+    """µs per layer above the floor at one sequence: ours, the rival's; both again, in one session."""
+    if model == "GPT-2 small":
+        least, tok_s, own = floor_us(RESULTS, "W0"), RESULTS.value("W0", BEST_RUNG), one_lease("gpt2")["W0"]
+        steps, n_layers = [1e6 / tok_s, 1e6 / rivals("W0")[models.RIVAL]["W0"]], model_ladder.GPT2.n_layers
+    else:
+        least, own = model_ladder.step_floor_us(RESULTS, SHAPES[model], "D1"), one_lease(model)["D1"]
+        tok_s, n_layers = modern_rivals(model)[models.RIVAL]["D1"], SHAPES[model].n_layers
+        steps = [model_ladder.mean_step_us(RESULTS, model, "D1"), 1e6 / tok_s]
+    return [(us - least) / n_layers for us in [*steps, *(1e6 / one for one in own)]]
+
+
+def test_the_rest_of_a_step_is_our_layers_and_the_rivals_host():
+    table = {name: rests(name) for name in ("GPT-2 small", *SHAPES)}
+    for name, own in table.items():
+        layers = str((SHAPES | {"GPT-2 small": model_ladder.GPT2})[name].n_layers)
+        assert table_row("22", name, layers)[1:] == [float(f"{us:.3g}") for us in own]
+    ours, theirs, slower, their_slower = zip(*table.values(), strict=True)
+    words = (
+        r"costs us (\d+) to (\d+) µs above its floor, .* vLLM (\d+) to (\d+) µs in .* and (\d+) µs in GPT-2"
+    )
+    claim("22", words, min(ours), max(ours), min(theirs[1:]), max(theirs[1:]), theirs[0])
+    floors = {one: model_ladder.step_floor_us(RESULTS, shape, "D1") for one, shape in SHAPES.items()}
+    reading = [floors[one] / SHAPES[one].n_layers for one in (QWEN, LLAMA_8B)]
+    claim("22", r"Qwen3-0.6B reads its weights and keys in (\d+) µs, one of Llama-3.1-8B in (\d+)", *reading)
+    small = [1e6 / one_lease(one)["D1"][1] for one in (QWEN, LLAMA_1B)] + [1e6 / one_lease("gpt2")["W0"][1]]
+    words = r"a step takes ([\d.]+) to ([\d.]+) ms in each of the three smaller models"
+    claim("22", words, min(small) / 1e3, max(small) / 1e3)
+    said(prose("22"), "although their floors differ by a factor of ten; our rests hardly change")
+    factor = floors[LLAMA_1B] / floor_us(RESULTS, "W0")
+    assert 9 < factor < 11 and all(abs(one - other) < 1.5 for one, other in zip(ours, slower, strict=True))
+    assert all(later > 1.03 * one for one, later in zip(theirs, their_slower, strict=True))
+
+
+def test_the_lead_ends_where_both_engines_wait_for_the_gpu():
+    (most,) = said(prose("22"), r"MIX, L8K, L32K and PRE are within (\d+) % of each other")
+    own = one_lease(LLAMA_8B)
+    assert all(abs(own[w][0] / own[w][1] - 1) < number(most) / 100 for w in ("MIX", "L8K", "L32K", "PRE"))
+    assert all(own[w][0] > 1.1 * own[w][1] for w in ("D1", "D8", "D64"))
 
 
 # 26
@@ -83,8 +138,6 @@ def test_leads_over_vllm_are_those_of_one_session():
     assert all(one["L32K"] < one["D1"] for one in TIMES.values())
 
 
-SHAPES = models.recorded_shapes(RESULTS)
-QWEN, LLAMA_1B, LLAMA_8B = SHAPES
 CACHED = {"D1": 256, "L32K": 32_128}  # tokens at mid-run
 
 

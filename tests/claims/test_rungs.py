@@ -68,13 +68,13 @@ def test_the_map_says_how_far_apart_the_sessions_of_w3_are():
     claim("00", words, *(one / 1e3 for one in (ours, min(repeats), max(repeats), theirs, slow)))
 
 
-# 20
+# 19
 
 
 def test_the_cards_factor_is_that_of_the_ablation():
     turns = find().load("ablations-W0")["figures"]["dependent_launch"]["turns_us"]
     before, _, after = (one.us for one in step_time.step_times(turns).values())
-    claim("20", r"in one session, a step is ([\d.]+) times as fast", before / after)
+    claim("19", r"in one session, a step is ([\d.]+) times as fast", before / after)
 
 
 def test_steps_with_weights_in_flight_take_what_is_said():
@@ -83,14 +83,14 @@ def test_steps_with_weights_in_flight_take_what_is_said():
     by_64 = {name: one["64"] / one["1"] for name, one in us.items()}
     large = [one["16"] / one["1"] for one in us.values() if one["1"] > 1500]
     words = r"64 sequences a step takes ([\d.]+) to ([\d.]+) times .*? at most ([\d.]+) times as long with 16"
-    claim("20", words, min(by_64.values()), max(by_64.values()), max(large))
+    claim("19", words, min(by_64.values()), max(by_64.values()), max(large))
     read = {name: one["64"]["read_bytes"] / one["1"]["read_bytes"] for name, one in steps.items()}
     assert all(by_64[name] > read[name] for name in steps) and len(large) > 2
 
 
 def test_the_changes_to_the_ring_did_what_is_said():
     kept = "gate rows beside up rows, q, k and v in ranges, and 128 weight rows per program"
-    said(prose("20"), f"Three changes to the GEMMs were kept: {kept}")
+    said(prose("19"), f"Three changes to the GEMMs were kept: {kept}")
     spans = {}
     for name, models in (RESULTS.figures("ring_trials") | RESULTS.figures("flight_trials")).items():
         turns = [list(one.values()) for model in models.values() for one in model.values()]
@@ -101,9 +101,10 @@ def test_the_changes_to_the_ring_did_what_is_said():
     assert spans["half the shared memory"][0] > 0.995
     assert 0.94 < spans["five kernels a layer"][0] < 0.98 and spans["five kernels a layer"][1] > 1.2
     assert spans["128 weight rows per program"][1] < 0.91 < 1 < spans["128 weight rows in fewer programs"][0]
+    said(prose("22"), "norms at the end of a GEMM, .* win nothing either")
     assert spans["norms at the end of the GEMM before them"][0] > 0.985
     in_flight = "keys and values in flight"
-    claim("20", r"steps take as little as ([\d.]+)", spans[in_flight][0])
+    claim("19", r"steps take as little as ([\d.]+)", spans[in_flight][0])
     assert spans[in_flight][1] < 1.015 and spans[f"{in_flight}: many sequences"][1] > 1.1
 
 

@@ -2,14 +2,15 @@
 
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rosellm.environment import environment
 from rosellm.lab import measure
 from rosellm.lab.records import ablations, runs
 from rosellm.lab.records.registry import Job, plan
@@ -197,7 +198,7 @@ def test_a_sweep_lists_what_failed_and_the_next_one_makes_only_that(swept, tmp_p
     made = tmp_path / "out/rose-tiny/W1-dense.json"
     before = made.stat().st_mtime_ns
     assert [path.name for path in made.parent.iterdir()] == [made.name]
-    assert json.loads(made.read_text())["environment"]["machine"] == platform.node()
+    assert json.loads(made.read_text())["environment"]["host"] == environment(torch.device("cpu"))["host"]
     monkeypatch.setattr(Machines, "fails", ())
     assert swept() == 0
     assert Machines.ran == ["bookkeeping"] and made.stat().st_mtime_ns == before

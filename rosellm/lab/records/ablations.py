@@ -77,14 +77,15 @@ def leave_one_out(
     tok_s: reverted field, or "none", → tokens per second of each repeat's whole run.
     refused: field → why no recipe exists with only this field reverted.
     """
-    blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
+    length = 1 + workload.max_new_tokens
+    blocks = workload.max_batch_size * blocks_for(length, 64)
     recipes, refused = one_step_back(best)
     prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
 
     def job(recipe: str | Recipe) -> Job:
-        sizes: dict[str, Any] = {"max_batch_size": workload.max_batch_size, "num_kv_blocks": blocks}
-        return Job(Engine(model, recipe=recipe, **sizes), prompts, params)
+        sizes: dict[str, Any] = {"max_batch_size": workload.max_batch_size, "max_model_len": length}
+        return Job(Engine(model, recipe=recipe, num_kv_blocks=blocks, **sizes), prompts, params)
 
     def tok_s(job: Job) -> float:
         return run_scheduler(job)["total_throughput_tok_s"]

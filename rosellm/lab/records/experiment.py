@@ -30,7 +30,7 @@ from rosellm.roseinfer.recipe import best_rung
 Record = dict[str, Any]
 # Entries of the environment that must be equal for all parts of a record. A copy of the package without git
 # has no commit, only a version.
-OF_MACHINE = ("device_name", "git_commit", "rosellm")
+OF_MACHINE = ("device_name", "git_commit", "rosellm", "host", "lease")
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def in_parts(
 def kept_parts(path: Path, begun: Record, asked: Sequence[str], key: str | None = None) -> dict[str, Any]:
     """Return part → figures of the record at ``path``; {} if it was measured under other conditions.
 
-    begun: the new record, still without parts. Conditions are the same if device name, commit and all facts
-        besides the parts agree.
+    begun: the new record, still without parts. Conditions are the same if device, commit, host, lease and all
+        facts besides the parts agree.
     asked: the parts to be measured; if empty, any parts may be lost.
     key: entry of ``figures`` that contains the parts; None if ``figures`` contains nothing else.
 

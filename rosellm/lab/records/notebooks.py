@@ -37,7 +37,7 @@ ACTS = (
     Act(
         "Act II: give it less to do",
         "Fewer kernels, smaller ones, launched before their inputs are there.",
-        ("14", "15", "16", "18", "19", "20", "21", "22"),
+        ("14", "15", "16", "18", "19", "21", "22"),
     ),
     Act(
         "Modern models",
@@ -59,6 +59,7 @@ LONGER_NAMES = {"paged": "paged_attention"}
 LONGER_NAMES |= dict.fromkeys(TO_THE_KERNEL, "what_the_kernel_knows")
 LONGER_NAMES |= dict.fromkeys(KEPT, "what_python_keeps")
 LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
+LONGER_NAMES |= dict.fromkeys(("small_gemm", "dependent_launch"), "weights_in_flight")
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:

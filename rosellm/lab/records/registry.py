@@ -29,15 +29,13 @@ def _exhibits(*names: str) -> list[ModuleType]:
     return [load_exhibit(name) for name in names if EXHIBITS.is_dir()]
 
 
-UNASKED = [recordings, *_exhibits("bookkeeping", "launch_costs", "grid", "lengths", "robustness")]
-ASKED = _exhibits(
-    "sampling_steps", "prompt_attention", "first_request", "arrival_runs", "one_pass_runs", "shared_prompts"
+SHOWN = _exhibits(
+    *("bookkeeping", "launch_costs", "grid", "lengths", "robustness", "sampling_steps", "prompt_attention"),
+    *("first_request", "arrival_runs", "one_pass_runs", "shared_prompts"),
 )
-ROOMS = (runs, *UNASKED, *ASKED, llama_1b_protocol, versions, all_reduce, two_gpus, rank_steps)
+ROOMS = (runs, recordings, *SHOWN, llama_1b_protocol, versions, all_reduce, two_gpus, rank_steps)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}
 LABELS = dict.fromkeys(one.label for one in EXPERIMENTS.values())
-DEFAULT = [f"W{i}" for i in range(6)]
-DEFAULT += [one.name for room in UNASKED for one in room.EXPERIMENTS if not one.own_folder]
 
 
 class Job(NamedTuple):
@@ -63,23 +61,19 @@ def plan(given: Namespace) -> list[Job]:
     """Return the jobs that a command line selects.
 
     given: parsed arguments. Each of its ``names`` is an experiment, or a workload of GPT-2, which stands for
-        one job per rung. Without names, all of ``DEFAULT`` that this machine can run are selected.
+        one job per rung.
 
     Raises ``RoseError`` for an unknown name, an option that none of the experiments takes, and a job that
     cannot run here.
     """
     known = [*WORKLOADS, *EXPERIMENTS]
     if unknown := [name for name in given.names if name not in known]:
-        more = "" if ASKED else "; others are measured from a checkout of RoseLLM"
+        more = "" if SHOWN else "; others are measured from a checkout of RoseLLM"
         raise RoseError(f"experiment {unknown[0]!r} is unknown; use {', '.join(LABELS)}{more}")
-    jobs = [job for name in given.names or DEFAULT for job in _jobs(name, given)]
-    if not given.names:
-        jobs = [job for job in jobs if job.asked.device == "cuda" or not EXPERIMENTS[job.name].needs_gpu]
+    jobs = [job for name in given.names for job in _jobs(name, given)]
     taken = {option for job in jobs for option in job.asked.options}
     if unused := [option for option in given.options if option not in taken]:
-        raise RoseError(
-            f"{', '.join(given.names) or 'no experiment'} takes no --{unused[0].replace('_', '-')}"
-        )
+        raise RoseError(f"{', '.join(given.names)} takes no --{unused[0].replace('_', '-')}")
     for job in jobs:
         EXPERIMENTS[job.name].check(job.asked)
     return jobs

@@ -28,7 +28,7 @@ class Size:
     @property
     def effort(self) -> dict[str, Any]:
         """Arguments of ``measure_steps``: number of engines, and seconds of measured steps per rung."""
-        return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
+        return {"engines": 3, "seconds": 0.3} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
 
     def of(self, workload: Workload) -> Workload:
         """Return the workload, capped to this size."""

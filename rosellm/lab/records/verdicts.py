@@ -79,12 +79,13 @@ def verdicts(
     def verdict(workload: str) -> Verdict:
         there = results.rungs(workload)
         old, new = (results.repeats(workload, rung) if rung in there else [] for rung in (before, after))
-        commits = {_commit(results, workload, rung) for rung in (before, after) if rung in there}
-        return Verdict(workload, old, new, same_session=len(commits) <= 1)
+        sessions = {_session(results, workload, rung) for rung in (before, after) if rung in there}
+        return Verdict(workload, old, new, same_session=len(sessions) <= 1)
 
     return [verdict(workload) for workload in workloads]
 
 
-def _commit(results: Results, workload: str, rung: str) -> str | None:
-    """Return the commit of a record; it identifies the session, since sessions of a GPU never share one."""
-    return results.record(workload, rung)["environment"]["git_commit"]
+def _session(results: Results, workload: str, rung: str) -> tuple[str | None, ...]:
+    """Return the commit and the lease of a record; older records have no lease."""
+    known = results.record(workload, rung)["environment"]
+    return known["git_commit"], known.get("lease")

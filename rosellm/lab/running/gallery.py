@@ -16,7 +16,7 @@ from rosellm.lab.running.execution import Outcome
 from rosellm.lab.running.page import PAGES, picture, question, reading_minutes, title
 
 RECORD = "gallery.json"
-SHORT_PATH = ("00", "01", "03", "05", "13", "18", "20")
+SHORT_PATH = ("00", "01", "03", "05", "13", "18", "19")
 YOURS = Act("Yours", "Notebooks of your own.", ())
 
 

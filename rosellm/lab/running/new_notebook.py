@@ -1,4 +1,4 @@
-"""Write a working notebook: ``python -m rosellm.lab.running.new_notebook 40_my_idea``.
+"""Write a working notebook: ``python -m rosellm.lab.running.new_notebook 50_my_idea``.
 
 It compares the rung of that name with the previous one, or two default rungs if there is no such rung, and is
 executed.
@@ -26,12 +26,12 @@ NAME = re.compile(r"(\d\d)_([a-z][a-z0-9_]*)")
 def draft(name: str) -> str:
     """Return the JSON of a notebook that has not been executed. Raises NotebookError for an invalid name.
 
-    name: two digits and a topic, such as "40_my_idea". If the topic is a rung, the notebook compares it.
+    name: two digits and a topic, such as "50_my_idea". If the topic is a rung, the notebook compares it.
     """
     found = NAME.fullmatch(name)
     if not found:
         raise NotebookError(
-            f"name is {name!r}; give two digits and a topic: make new-notebook NAME=40_my_idea"
+            f"name is {name!r}; give two digits and a topic: make new-notebook NAME=50_my_idea"
         )
     number, topic = found.groups()
     text = DRAFT.read_text(encoding="utf-8").replace("NUMBER", number).replace("TOPIC", topic)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write the notebook."""
     parser = OneLineParser(prog="python -m rosellm.lab.running.new_notebook", description=__doc__)
     parser.add_argument(
-        "name", nargs="?", default="", help="two digits and a topic or a rung, like 40_my_idea"
+        "name", nargs="?", default="", help="two digits and a topic or a rung, like 50_my_idea"
     )
     path = write(parser.parse_args(argv).name, results_folder().parent)
     print(f"notebooks/{path.name} written and executed")

@@ -288,7 +288,7 @@ def make_plan(
     n_rows, pieces = len(positions), variant.pieces
     rows = max(PLANNED_ROWS, next_power_of_2(n_rows))
     chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
-    if variant.sort:
+    if variant.sort and not variant.combine:
         order = positions.new_empty(n_rows, dtype=torch.int32)
         numbers = positions.stride(0), n_rows, rows, chunk
         _order_kernel[(-(-n_rows // chunk),)](order, positions, *numbers, **launch_options(dependent))

@@ -2,14 +2,14 @@
 
 Launched with ``launch_pdl=True``, a kernel may start once every program of its predecessor has called
 :func:`launch_dependents` or exited. What it does before :func:`wait_for_predecessor` overlaps with the
-predecessor; after that call, all of the predecessor's writes are visible. A kernel of a chain waits before it
-releases its successor. When a kernel starts, all kernels before its predecessor have thus ended. Before the
-wait, a kernel may read what those kernels wrote, but it must neither read what its predecessor writes, nor
-write anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+predecessor; after that call, all of the predecessor's writes are visible. Most kernels of a chain wait before
+they release their successor. When that starts, all kernels before its predecessor have thus ended. Before the
+wait, it may read what those kernels wrote, but it must neither read what its predecessor writes, nor write
+anything. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 
-Norms, also with a sum over ranks, and the quantisation release their successor first, though. It is a
-quantisation, a GEMM or the head, which reads nothing before its wait but weights and temperatures, and so
-gains time to load them.
+Norms, also with a sum over ranks, and the quantisation release their successor first. It is a quantisation, a
+GEMM or the head, which may start before the kernel two places ahead of it has ended: before its wait, it
+reads nothing but weights and temperatures, which it thus has more time to load.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ class SplitAppendAndAttend(AppendAndAttend):
     On Hopper GPUs, keys and values are copied before the queries are ready, where that is faster. For a
     single row, wide models and models with many KV heads do not use it: their GEMMs would slow down by more
     than attention gains, probably because shared memory is taken from the L1 cache that they load through.
-    The GEMMs of quantised weights and of a part of a model bypass the L1 cache, so that a single row uses it,
-    too, with quantised weights if it has more than ``SHORT`` cached tokens.
+    GEMMs of quantised weights, and the ring's, bypass the L1 cache, so that a single row uses it, too, with
+    quantised weights if it has more than ``SHORT`` cached tokens.
     """
 
     def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
@@ -140,8 +140,7 @@ class SplitAppendAndAttend(AppendAndAttend):
         self.has_ring = can_run and ring_attention.takes(c.group, c.head_dim, blocks.block_size)
         is_narrow = c.d_model <= NARROW and c.n_kv_heads <= FEW_HEADS
         wide_from = SHORT + 1 if model.quantization else math.inf
-        is_cut = model.part.size > 1
-        self.alone_from = 0 if is_narrow or is_cut else wide_from  # cached tokens of a single row
+        self.alone_from = 0 if is_narrow else wide_from  # cached tokens of a single row
 
     def choose(self, rows: int, kv_heads: int, longest: int, *sizes: Any) -> Variant:
         in_flight = self.has_ring and (rows > 1 or longest >= self.alone_from)
@@ -172,11 +171,18 @@ BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {
 }
 
 
-def build_binder(attention: str, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> Binder:
+def build_binder(
+    attention: str, kernels: Kernels, blocks: KVBlocks, model: Transformer, one_in_ring: bool = False
+) -> Binder:
     """Return the binder for a recipe's ``attention``, "paged" or "split".
+
+    one_in_ring: whether the GEMMs of a single row are those of :mod:`ring`, if the GPU can run them.
 
     If the kernels are the torch references, the binder is a :class:`TorchAppendAndAttend`.
     """
     if kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
-    return BINDERS[attention](kernels, blocks, model)
+    binder = BINDERS[attention](kernels, blocks, model)
+    if one_in_ring and isinstance(binder, SplitAppendAndAttend):
+        binder.alone_from = 0
+    return binder

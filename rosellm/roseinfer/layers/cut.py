@@ -148,20 +148,19 @@ def cut_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return (lambda rows: packed,) * 2
-    if all_reduce == "one_shot":
+    if all_reduce == "one_shot" and has_ring(model, kernels):
         return split_layers(model, kernels, library)
     whole = _variants(model, kernels, library, _whole)
     return (lambda rows: whole[fastest_whole_products(rows, model.config.n_layer_parameters)],) * 2
 
 
 def split_layers(model: Transformer, kernels: Kernels, library: Layers) -> tuple[LayersFor, LayersFor]:
-    """Return one rank's layers for decode steps and for prefills, whose sums take several partial sums.
+    """Return one rank's layers for decode steps and for prefills, on a GPU with a ring, by ``one_shot_sums``.
 
     Up to SUMMED_ROWS rows, they are those of a whole model, except that no GEMM includes a norm: a single row
     has the GEMMs of two, which leave attention room for keys and values in flight.
     """
-    parameters, with_ring = model.config.n_layer_parameters, has_ring(model, kernels)
-    adds_up = with_ring and is_stock(kernels, "append_and_attend")
+    parameters, adds_up = model.config.n_layer_parameters, is_stock(kernels, "append_and_attend")
     fastest = fastest_parts(model, kernels)
 
     def parts(rows: int, n: int, k: int) -> int:
@@ -172,7 +171,7 @@ def split_layers(model: Transformer, kernels: Kernels, library: Layers) -> tuple
 
         def layers_for(rows: int) -> Layers:
             if rows <= SUMMED_ROWS:
-                return variants[fastest_products(max(2, rows), parameters, with_ring)]
+                return variants[fastest_products(max(2, rows), parameters, with_ring=True)]
             return variants[fastest_whole_products(rows, parameters)]
 
         return layers_for

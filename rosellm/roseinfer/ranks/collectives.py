@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory, share_files, share_gpus
 
 LOOPBACK = "127.0.0.1"
-RELEASED_WITHIN_S = 10.0
+RELEASED_WITHIN_S, RELEASED_EVERY_S = 10.0, 1e-4
 PATIENCE = timedelta(minutes=30)  # ``watch`` detects dead and hung ranks
 
 
@@ -60,6 +60,7 @@ class Collectives:
         self._on_device = self._gloo
         if device.type == "cuda":
             self._on_device = _nccl(dist.PrefixStore("nccl", store), part)
+            self._stream = torch.cuda.current_stream(device)
             self.summed(torch.zeros(1, device=device))  # creates the communicator before any capture
             torch.cuda.synchronize(device)
 
@@ -100,8 +101,7 @@ class Collectives:
             share: Callable[..., PeerMemory] = share_files
             if self._device.type == "cuda":
                 share = partial(share_gpus, device=self._device)
-            self._peers[n_bytes] = share(store, self._part, n_bytes)
-            self.least(0)  # a barrier: every rank has mapped the memory
+            self._peers[n_bytes] = share(store, self._part, n_bytes, met=lambda: self.least(0))
         return self._peers[n_bytes]
 
     def abort(self) -> None:
@@ -117,9 +117,10 @@ class Collectives:
     def _release(self) -> None:
         """Let sums of steps that have started end: some come after NCCL's, which end by its abort."""
         late = monotonic() + RELEASED_WITHIN_S
-        while self._peers and monotonic() < late and not torch.cuda.current_stream(self._device).query():
+        while self._peers and monotonic() < late and not self._stream.query():
             for peers in self._peers.values():
                 peers.release()
+            sleep(RELEASED_EVERY_S)
 
 
 def _wait(work: Any) -> None:

@@ -1,7 +1,7 @@
 """The ranks that run one engine together, as its components see them.
 
 Rank 0 plans. When its planner calls a method of its worker by name, that method runs on the workers of all
-ranks. The arguments are numbers, strings and arrays.
+ranks. The arguments are numbers, strings and arrays; a profiler's are functions, too.
 """
 
 from __future__ import annotations

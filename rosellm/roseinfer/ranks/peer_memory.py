@@ -6,6 +6,8 @@ import ctypes
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,39 +48,42 @@ class PeerMemory:
         since a kernel would find no room while waiting kernels fill the GPU.
         """
         assert self.zeros is not None
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.own.device)):
+        beside = torch.cuda.Stream(self.own.device, priority=-1)  # none that a waiting kernel blocks
+        with torch.inference_mode(), torch.cuda.stream(beside):
             self.own.copy_(self.zeros, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
 
-def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
-    """Share CPU memory among the ranks by mapping one file per rank; block until all files exist.
+def share_files(store: dist.Store, part: Part, n_bytes: int, met: Callable[[], object]) -> PeerMemory:
+    """Share CPU memory among the ranks by mapping one file per rank.
 
     store: the store through which the ranks exchange the files' paths.
     n_bytes: size of each rank's memory.
-
-    The files are unlinked once all ranks have mapped them.
+    met: waits until all ranks have called it, and raises an error if one ends before.
     """
     handle, path = tempfile.mkstemp(prefix="rosellm-", dir=SHARED if SHARED.is_dir() else None)
-    os.truncate(handle, n_bytes)
-    os.close(handle)
-    store.set(f"file-{part.rank}", path)
-    paths = [store.get(f"file-{rank}").decode() for rank in range(part.size)]
-    mapped = [torch.from_file(one, shared=True, size=n_bytes, dtype=torch.uint8) for one in paths]
-    mapped[part.rank].fill_(FULL)
-    met = store.add("mapped", 1)
-    if met == part.size:
-        for one in paths:
-            os.unlink(one)
+    try:
+        os.truncate(handle, n_bytes)
+        os.close(handle)
+        store.set(f"file-{part.rank}", path)
+        met()
+        paths = [store.get(f"file-{rank}").decode() for rank in range(part.size)]
+        mapped = [torch.from_file(one, shared=True, size=n_bytes, dtype=torch.uint8) for one in paths]
+        mapped[part.rank].fill_(FULL)
+        met()
+    finally:
+        os.unlink(path)
     addresses = torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64)
     return PeerMemory(part, mapped[part.rank], addresses, mapped)
 
 
-def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device) -> PeerMemory:
-    """Share GPU memory among the ranks by handles of CUDA's driver; block until all handles exist.
+def share_gpus(
+    store: dist.Store, part: Part, n_bytes: int, met: Callable[[], object], device: torch.device
+) -> PeerMemory:
+    """Share GPU memory among the ranks by handles of CUDA's driver.
 
     store: the store through which the ranks exchange the handles.
-    n_bytes: size of each rank's memory.
+    n_bytes, met: as in :func:`share_files`.
 
     Torch's symmetric memory counts the exchanges of a process, so that a process that has shared memory
     before and a new one would wait for each other for ever.
@@ -88,9 +93,11 @@ def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device
         torch.cuda.synchronize()
         handle, offset = _exported(own.data_ptr())
         store.set(f"memory-{part.rank}", f"{offset} {handle.hex()}")
+        met()
         theirs = [store.get(f"memory-{rank}").decode().split() for rank in range(part.size)]
         others = [one for rank, one in enumerate(theirs) if rank != part.rank]
         bases = [_opened(bytes.fromhex(handle)) for _, handle in others]
+        met()
     weakref.finalize(own, _close, bases, own.device).atexit = False
     addresses = [base + int(offset) for base, (offset, _) in zip(bases, others, strict=True)]
     addresses.insert(part.rank, own.data_ptr())
@@ -112,7 +119,10 @@ def _driver() -> Any:
 def _call(name: str, *arguments: Any) -> None:
     """Call a function of CUDA's driver; raise ``DeviceError`` if it fails."""
     if code := getattr(_driver(), name)(*arguments):
-        raise DeviceError(f"{name} fails with CUDA's error {code}: use a recipe with all_reduce='library'")
+        raise DeviceError(
+            f"GPUs cannot share memory ({name} fails with CUDA's error {code}): unset "
+            "PYTORCH_CUDA_ALLOC_CONF, or use a recipe with all_reduce='library'"
+        )
 
 
 def _exported(address: int) -> tuple[bytes, int]:
@@ -133,6 +143,6 @@ def _opened(handle: bytes) -> int:
 
 
 def _close(bases: list[int], device: torch.device) -> None:
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), suppress(DeviceError):  # the other process may have ended
         for base in bases:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))

@@ -40,6 +40,7 @@ def test_a_part_measured_alone_is_put_in_order_among_the_others(path):
     [
         (another(git_commit="def"), "another git_commit"),
         (another(device_name="CPU"), "another device_name"),
+        (another(host="one", lease="two"), "another host and lease"),
         (another() | {"model": "Qwen3"}, "another model"),
         (another(git_commit="def") | {"model": "Qwen3"}, "another model and git_commit"),
     ],

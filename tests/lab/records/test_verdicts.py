@@ -1,10 +1,11 @@
 """What the committed records support about two rungs."""
 
+import json
 import math
 
 import pytest
 
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import Results, find
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.recipe import BEFORE
 
@@ -29,6 +30,16 @@ def test_runs_of_different_sessions_are_not_compared():
     assert math.isnan(one.ratio)
     for after, same in (("reused_index_buffers", False), ("cuda_graph", True)):
         assert [row.same_session for row in verdicts(find(), BEFORE[after], after)] == [same] * 6
+
+
+@pytest.mark.parametrize(("lease", "same"), [("one", True), ("other", False)])
+def test_runs_of_one_commit_are_compared_if_one_lease_made_both(tmp_path, lease, same):
+    for rung, its in (("dense", "one"), ("paged", lease)):
+        record = find().record("W1", rung)
+        record["environment"] |= {"git_commit": "abc", "lease": its}
+        (tmp_path / f"W1-{rung}.json").write_text(json.dumps(record))
+    (row,) = verdicts(Results(tmp_path), "dense", "paged", ["W1"])
+    assert row.is_measured and row.is_comparable == same
 
 
 def test_a_rung_without_records_is_not_measured():

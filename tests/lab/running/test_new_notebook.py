@@ -23,15 +23,15 @@ STILL_HOLD = (
     "tests/lab/running/test_gallery.py",
     "tests/lab/trying/test_try_rung.py::test_bad_requests_are_refused_in_one_line",
     "tests/roseinfer/test_recipe.py",
-    "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[40_my_idea]",
+    "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[50_my_idea]",
     "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[00_map]",
-    "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[40_my_idea]",
+    "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[50_my_idea]",
     "tests/test_notebooks.py::test_a_notebook_is_short_enough_to_be_finished_and_opens_with_its_card",
     "tests/test_notebooks.py::test_an_exercise_is_empty_and_has_a_solution_of_its_name_below_it",
     "tests/test_notebooks.py::test_a_notebook_takes_the_machines_whose_records_it_shows_and_passes_them_on",
     "tests/test_notebooks.py::test_every_rung_is_told_in_one_notebook_which_bears_the_number_of_its_first",
     "tests/test_notebooks.py::test_a_notebook_leads_to_the_next_one",
-    "notebooks/40_my_idea.ipynb",
+    "notebooks/50_my_idea.ipynb",
 )
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/nbval_sanitize.cfg")
 
@@ -60,7 +60,7 @@ def ran(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_whole(project):
-    made = ran(project, "rosellm.lab.running.new_notebook", "40_my_idea")
+    made = ran(project, "rosellm.lab.running.new_notebook", "50_my_idea")
     assert made.returncode == 0, made.stderr
     tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-m", "not browser", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout[-3000:]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rosellm.models.part import Part
 from rosellm.roseinfer.kernels.peer_sums import HALVES, make_sum_add_norm, peer_bytes, sum_add_norm_ref
-from rosellm.roseinfer.ranks.peer_memory import FULL, PeerMemory
+from rosellm.roseinfer.ranks.peer_memory import FULL, SHARED, PeerMemory, share_files
 from tests.roseinfer.kernels.kernel_checks import assert_near, every_device
 
 ROWS, MOST_ROWS, WIDTH = 3, 4, 80
@@ -75,3 +76,13 @@ def test_a_value_with_all_bits_set_arrives_as_another_nan(device, dtype):
     assert out.isnan().all() and each[1][0, 0].isnan().all()
     words = each[1][0, 0].view(torch.int32 if dtype == torch.float32 else torch.int16)
     assert (words != -1).all()
+
+
+def test_memory_of_ranks_that_never_meet_is_removed_and_nobody_waits():
+    def fail() -> None:
+        raise ConnectionError
+
+    before = set(SHARED.glob("rosellm-*"))
+    with pytest.raises(ConnectionError):
+        share_files(dist.HashStore(), Part(0, 2), 64, met=fail)
+    assert set(SHARED.glob("rosellm-*")) <= before

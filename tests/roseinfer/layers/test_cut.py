@@ -28,7 +28,7 @@ def test_out_and_down_are_split_where_the_sum_over_ranks_takes_their_partial_sum
     model = random_model(0, small_config(d_model=1024, d_ff=4096, n_layers=1))
     decode, prefill = cut_layers("fused", "epilogue", "small_m", all_reduce, model, TRITON, RANKS)
     splits = all_reduce == "one_shot"
-    for rows, layers_for in ((2, decode), (SUMMED_ROWS, decode), (SUMMED_ROWS, prefill)):
+    for rows, layers_for in ((1, decode), (2, decode), (SUMMED_ROWS, decode), (SUMMED_ROWS, prefill)):
         layers = layers_for(rows)
         assert isinstance(layers, FusedLayers)
         if splits:
