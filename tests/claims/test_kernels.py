@@ -107,6 +107,8 @@ def test_sending_what_changed_pays_more_than_predicted():
 
 def test_one_table_gains_most_in_large_batches_and_more_than_predicted():
     pair, foreseen = pair_of("one_table"), predicted("09", 2)
+    says("09", r"rung 9: W3 and W4; rung 11: W0 to W3; rung 12: W1, W2, W3 and W5, most at batch 256")
+    assert faster(pair) == ["W1", "W2", "W3", "W5"]
     says("09", r"the larger the gain: over a third at batch 256, nothing beyond the noise at batch 1")
     assert pair.verdicts()["W0"].sign == 0 and pair.gain("W3") > 1 / 3
     assert pair.gain("W1") < pair.gain("W2") < pair.gain("W4") < pair.gain("W3")
