@@ -71,7 +71,7 @@ def test_reading_takes_as_small_a_part_of_the_first_rungs_step_as_is_said():
 def test_the_map_names_changes_that_gain_nothing():
     said(prose("00"), "`autotune` and `persistent_kernel` lose on some workloads and gain on none")
     assert {*signs("autotune").values()} == {*signs("persistent_kernel").values()} == {-1, 0}
-    said(prose("00"), "`triton_append` makes no .* W0 to W5, and `split_kv` none on the four workloads")
+    said(prose("00"), "`triton_append` makes no .* W0 to W5, and `split_kv` none on the four of them")
     assert not faster("triton_append") and not faster("split_kv")
     assert [*signs("triton_append")] == ["W0", "W1", "W2", "W3", "W4", "W5"] and len(signs("split_kv")) == 4
 
