@@ -215,10 +215,11 @@ def exercise(
     *,
     cases: Iterable[tuple[tuple[Any, ...], Any]] = (),
 ) -> None:
-    """Print whether the reader's function is right, and if not, the first case that fails.
+    """Print whether the reader's function is right, and if not, what came of the first case that fails.
 
     answer: the function; it is reported as unwritten if its body is still ``...``.
-    check: takes the function and returns whether it is right, or a string that names what fails.
+    check: for answers that are right in several ways: takes the function, and returns True or a string that
+        says what came instead of what.
     cases: pairs of arguments and the expected value; tested before ``check``.
     """
     code = answer.__code__
@@ -240,14 +241,17 @@ def what_fails(
     The arguments are those of :func:`exercise`. Returns "" if ``check`` fails without a description.
     """
     for arguments, wanted in cases:
-        call = f"{answer.__name__}({', '.join(map(_shortly, arguments))})"
+        call = f"{answer.__name__}({', '.join(_shortly(one, 40) for one in arguments)})"
         try:
             got = answer(*arguments)
         except Exception as error:  # the reader's code may raise anything
             return f": {call} raises {error!r}, expected {_shortly(wanted)}"
         if not _same(got, wanted):
             return f": {call} → {_shortly(got)}, expected {_shortly(wanted)}"
-    found = check(answer) if check else True
+    try:
+        found = check(answer) if check else True
+    except Exception as error:
+        return f": the check ends with {error!r}"
     if isinstance(found, str):
         return f": {found}"
     return None if found else ""
@@ -257,10 +261,11 @@ def _same(got: Any, wanted: Any) -> bool:
     """Return whether ``got`` equals ``wanted``.
 
     Floats are compared with relative tolerance 1e-4, sequences element by element whatever their type, and
-    tensors exactly.
+    tensors with tensors exactly; where numbers are expected, a tensor counts as its numbers.
     """
     if isinstance(wanted, torch.Tensor):
         return isinstance(got, torch.Tensor) and torch.equal(got, wanted)
+    got = got.tolist() if isinstance(got, torch.Tensor) else got
     if isinstance(wanted, (list, tuple)):
         one = list(got) if isinstance(got, Iterable) else []
         return len(one) == len(wanted) and all(map(_same, one, wanted))
@@ -270,7 +275,10 @@ def _same(got: Any, wanted: Any) -> bool:
 
 
 def _shortly(value: Any, most: int = 60) -> str:
-    text = " ".join(repr(value).split())
+    """Return a value on one line of at most ``most`` characters: a function by its name, a float rounded."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = getattr(value, "__qualname__", None) or " ".join(repr(value).split())
     return text if len(text) <= most else f"{text[:most]}…"
 
 

@@ -1,6 +1,7 @@
 """The calls that notebooks of a rung are made of."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -74,8 +75,10 @@ def test_an_exercise_waits_is_right_or_is_not_yet(capsys):
     for answer in (double, lambda n: n * 2, lambda n: n + 1):
         exercise(answer, lambda f: f(2) == 4)
     exercise(lambda n: n, lambda f: f(2) == 4 or f"2 gives {f(2)}, expected 4")
+    exercise(lambda n: None, lambda f: max(f(2)) == 4)
     assert [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()] == [
         "yours to write", "right", "not yet right", "not yet right: 2 gives 2, expected 4",
+        "not yet right: the check ends with TypeError(\"'NoneType' object is not iterable\")",
     ]  # fmt: skip
 
 
@@ -94,6 +97,9 @@ CASES = [((1, 2), [1, 2]), ((3, 4.5), [3, 4.5])]
         (lambda: TENSOR.clone(), [((), TENSOR)], "right"),
         (lambda: TENSOR[None], [((), TENSOR)], "not yet right"),
         (lambda: [1, 2], [((), TENSOR)], "not yet right"),
+        (lambda: torch.tensor(0.5), [((), 0.5)], "right"),
+        (lambda: TENSOR, [((), 1)], "not yet right: <lambda>() → tensor([1, 2]), expected 1"),
+        (lambda n: 1.0, [((math.sqrt,), 2.0)], "not yet right: <lambda>(sqrt) → 1, expected 2"),
     ],
 )
 def test_an_exercise_names_the_first_case_that_fails(answer, cases, told, capsys):
