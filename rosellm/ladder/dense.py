@@ -351,8 +351,8 @@ def dense_mask(
     max_context: the largest of them.
     window: number of tokens that each query attends to, including the new one; None for all.
 
-    This takes five operators: ``arange``, a comparison with the lengths, a column of ones for the new token,
-    a cast, and the conversion into numbers that are added to scores.
+    This takes seven kernels: ``arange``, a comparison with the lengths, a column of ones for the new token,
+    its concatenation, a cast, a subtraction and a multiplication.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]

@@ -366,7 +366,7 @@ def test_a_context_costs_whole_tiles_and_no_workload_was_split():
     says("21", r"W0 stopped one token short of the threshold\. \(Today's rule cuts W0\.\)")
     assert longest["W0"] == 511 and variant_for(1, 12, 511, 132).pieces > 0
     pair = pair_of("split_kv")
-    says("21", r"None of W0 to W5 changes, because none reaches the threshold")
+    says("21", r"None of W0, W1, W2 and W5 changes, because none reaches the threshold")
     assert [w for w, n in longest.items() if loads[w].max_batch_size <= 8 and n >= 512] == []
     assert undecided(pair) == [*pair.verdicts()] and all(abs(one) < 1 for one in saved(pair).values())
 

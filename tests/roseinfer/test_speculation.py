@@ -115,7 +115,7 @@ def test_the_shipped_draft_models_give_the_same_text_in_fewer_steps(model):
         ({"speculation": "ngram", "speculative_tokens": 17}, "a whole number from 1 to 16"),
         ({"speculation": "ngram", "speculative_tokens": 2.0}, "speculative_tokens is 2.0; it must be"),
         ({"speculation": "medusa"}, "speculation='medusa' is unknown; use one of none, ngram"),
-        ({"speculation": "ngram", "rung": "dense"}, "rung 'dense' cannot speculate; packed_prefill and"),
+        ({"speculation": "ngram", "rung": "dense"}, "rung 'dense' cannot speculate; fused_append and"),
         ({"speculation": "ngram", "rung": "one_pass"}, "speculation='ngram' needs exhibit='none'"),
         ({"speculation": "ngram", "tensor_parallel_size": 2}, "needs speculation='none', not 'ngram'"),
         ({"speculation": "draft", "tensor_parallel_size": 2}, "needs speculation='none', not 'draft'"),

@@ -45,7 +45,8 @@ def package_of(commit: str) -> Iterator[Path]:
     archive = _git("archive", commit, "rosellm")
     with TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
-            members.extractall(folder, filter="data")
+            members.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later
+            members.extractall(folder)
         yield Path(folder)
 
 
