@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ PARAMS = [
     SamplingParams(temperature=0.7, min_p=0.1, max_tokens=1, seed=4, ignore_eos=True),
 ]
 LONG = [SamplingParams(max_tokens=80, seed=i, ignore_eos=True) for i in range(12)]
-CPUS = 6
+CPUS = 10
 ENDS_WITHIN_S = 90.0  # on a busy machine
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads process titles as Linux has them")
@@ -168,6 +169,26 @@ def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_
     until(lambda: actors() == before and not any(map(is_running, ranks)))
 
 
+def test_of_eight_replicas_two_are_killed_and_all_requests_are_answered(llm, one):
+    before = settled()
+    eight = LLM(device="cpu", max_batch_size=4, data_parallel_size=8)
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * len(PROMPTS)
+    wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
+    with StreamingManager(eight) as manager:
+        assert streamed(manager, PROMPTS, params) == wanted
+        first = actors() - before
+        assert len(first) == 8
+        ids = [manager.add_request(*each) for each in zip(PROMPTS * 4, params * 4, strict=True)]
+        for victim in sorted(first)[:2]:
+            os.kill(victim, signal.SIGKILL)
+        assert [manager.result(request_id).text for request_id in ids] == wanted * 4
+        until(lambda: len(actors() - before) == 8)
+        assert len(actors() & first) == 6
+    del eight, manager
+    gc.collect()
+    until(lambda: actors() == before)
+
+
 def other_ranks(replicas: set[int]) -> set[int]:
     """Process ids of the ranks that the replicas' first ones have started."""
     below = [item for pid in replicas for item in commands_below(pid).items()]
@@ -178,7 +199,7 @@ def other_ranks(replicas: set[int]) -> set[int]:
     ("error", "options", "told"),
     [
         (OptionError, {"block_size": 3}, "block_size is 3; it must be a power"),
-        (DeviceError, {"data_parallel_size": 9}, f"9 needs 9 CPUs; the Ray cluster has {CPUS}"),
+        (DeviceError, {"data_parallel_size": 11}, f"11 needs 11 CPUs; the Ray cluster has {CPUS}"),
         (ClusterError, {"ray_address": "127.0.0.1:1"}, "cannot also join '127.0.0.1:1'"),
         (RecipeError, {"tensor_parallel_size": 2, "rung": "cuda_graph"}, "needs rung 'fused_append'"),
     ],

@@ -23,7 +23,7 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.tensor_parallel import slower_line
-from tests.helpers import MODERN, random_prompts, small_config
+from tests.helpers import FAMILIES, MODERN, random_prompts, small_config
 from tests.roseinfer.ranks import logits_of, ranks_of, saved, threaded_ranks, tokens_of
 from tests.roseinfer.steps.fake_graphs import captured  # noqa: F401
 
@@ -186,6 +186,15 @@ ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "kernels": (2, {}, {"kernels": "triton", "max_batch_size": 3}),
     "one_shot": (2, {}, {"kernels": "triton", "max_batch_size": 3, "recipe": ONE_SHOT}),
 }
+
+
+@slow
+@pytest.mark.parametrize("n_ranks", [4, 8])
+@pytest.mark.parametrize("family", ["gpt2", *FAMILIES])
+def test_four_and_eight_ranks_give_the_tokens_of_one_in_every_family(family, n_ranks, tmp_path):
+    model = saved(small_config(**FAMILIES.get(family, {}) | SIZES | {"family": family}), tmp_path)
+    one, several = (tokens_of(ranks_of(model, n), PROMPTS[:4], MIXED[:4]) for n in (1, n_ranks))
+    assert several == one
 
 
 @slow
