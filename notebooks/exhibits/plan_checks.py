@@ -9,7 +9,7 @@ import math
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -222,3 +222,38 @@ def _pair(results: Results, record: dict[str, Any], achieved: Achieved) -> Itera
         scale = measured / planned if side == "1" else scale
         names = short_name(record["model"]), record["workload"]
         yield Check(*names, side, measured, planned, scale * planned)
+
+
+HOSTS = 1, 2, 4, 8  # GPUs of a host
+PLANNED = ("model", "workload", "GPUs share it, or replicas", *(f"{n}, tok/s" for n in HOSTS))
+LARGE = {"n_layers": 80, "d_model": 8192, "n_heads": 64, "d_ff": 28672}  # of Llama-3.1-70B
+SHARED, LONE = ("D1", "D64", "L8K", "PRE"), ("MIX",)
+
+
+def host_rows(runs: Iterable[Run], achieved: Achieved, sums: Any) -> list[list[Any]]:
+    """Return ``PLANNED`` of recorded workloads on more GPUs of one host than were measured.
+
+    sums: all-reduces of two ranks, from which those of more are extrapolated. PRE counts prompt tokens. A
+    larger model than the recorded one is planned where it fits: on four GPUs or eight.
+    """
+    rows = []
+    for run in runs:
+        if run.model == "Llama-3.1-8B" and run.workload in SHARED:
+            large = Cut(replace(run.cut.whole, **LARGE), run.cut.ceiling)
+            for name, cut, least in ((run.model, run.cut, 1), ("Llama-3.1-70B", large, 4)):
+                each = [_planned(run, cut, achieved, sums, n) if n >= least else None for n in HOSTS]
+                rows.append([name, run.workload, "share it", *each])
+        if run.model == "Qwen3-0.6B" and run.workload in LONE:
+            each = [_planned(run, run.cut, achieved, None, n) for n in HOSTS]
+            rows.append([run.model, run.workload, "replicas", *each])
+    return rows
+
+
+def _planned(run: Run, cut: Cut, achieved: Achieved, sums: Any, n: int) -> float:
+    """Return the tokens per second of a run on n GPUs: of one model that they share, or of n replicas."""
+    among = sums.among(n) if sums is not None and n > 1 else None
+    steps = StepModel(cut if sums is None else cut.on(n), achieved, run.most, among)
+    fleet = Fleet(n if sums is None else 1, steps, run.most, run.config)
+    seconds = simulate_cluster(run.requests, fleet).seconds + achieved.host_us / 1e6
+    given = [one.prompt_tokens if run.workload == "PRE" else one.new_tokens for one in run.requests]
+    return sum(given) / seconds

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from rosellm.lab.records import all_reduce
 from rosellm.lab.records.records import find
 from rosellm.roseinfer.exhibits import load_exhibit
 
@@ -37,3 +39,15 @@ def test_known_coefficients_are_found_again(recorded) -> None:
     found = plan_checks.fit(replace(run, measured_us=run.planned_us(KNOWN)) for run in recorded)
     assert found.decode == pytest.approx(KNOWN.decode) and found.prefill == pytest.approx(KNOWN.prefill)
     assert found.host_us == pytest.approx(KNOWN.host_us)
+
+
+def test_planned_hosts_start_from_one_gpu_and_gain_less_than_they_have_gpus(recorded):
+    sums = load_exhibit("planned_steps").read_sums(all_reduce.recorded(find()))
+    achieved = plan_checks.fit(recorded)
+    rows = plan_checks.host_rows(recorded, achieved, sums)
+    (one,) = (run for run in recorded if (run.model, run.workload) == ("Llama-3.1-8B", "D1"))
+    lone = {row[0]: row[3] for row in rows if row[1] == "D1"}
+    assert lone["Llama-3.1-8B"] == pytest.approx(512e6 / one.planned_us(achieved)[2])
+    assert [row[3:5] for row in rows if row[0] == "Llama-3.1-70B"] == [[None, None]] * 4
+    rates = [[rate for rate in row[3:] if rate] for row in rows]
+    assert all(few < more < 2 * few for each in rates for few, more in pairwise(each))
