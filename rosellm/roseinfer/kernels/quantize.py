@@ -155,9 +155,12 @@ def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, d
 
 
 def warps_of(rows: int, width: int) -> int:
-    """Return the number of warps of a program that computes one of ``rows`` rows."""
+    """Return the number of warps of a program that computes one of ``rows`` rows.
+
+    A thread computes at most 32 elements: with more, registers spill.
+    """
     most = 32 if rows <= 2 else 16 if rows <= 16 else 8 if rows <= 1024 else 4
-    return max(1, min(most, width // (128 if most > 8 else 256)))
+    return max(1, min(max(most, width // 1024), width // (128 if most > 8 else 256)))
 
 
 def quantize(*, x, form: RowFormat, activation: Activation = "none", dependent: int = False) -> QuantizedRows:
