@@ -15,11 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rosellm.bench.arrivals import Arrival
 from rosellm.bench.benchmark_streaming import BENCHMARK, run_streaming
-from rosellm.bench.job import Job
 from rosellm.bench.record import engine_facts
 from rosellm.bench.workloads import Workload
 from rosellm.errors import PromptError
@@ -28,6 +25,7 @@ from rosellm.lab.records.arrivals import (
     WORKLOAD,
     arrivals_of,
     batches_to,
+    greedy_job,
     live_run,
     streaming_engine,
     streaming_options,
@@ -38,7 +36,6 @@ from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times
 from rosellm.lab.records.watched_step import watched
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 SHARES = (0.5, 0.8, 0.95)
@@ -115,15 +112,12 @@ def measure_serving_times(
     requests: prompt and output lengths, through which the served requests cycle; all arrive at once.
     batches: the batch sizes.
     """
-    draw, vocab_size, runs = np.random.default_rng(0), engine.config.vocab_size, []
+    runs = []
     for rows in batches:
         several = [requests[i % len(requests)] for i in range(TIMED_ROUNDS * rows)]
-        prompts = [draw.integers(vocab_size, size=one.prompt_tokens).tolist() for one in several]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in several
-        ]
+        job = greedy_job(engine, several, SchedulerConfig(max_batch_size=rows))
         with watched(engine) as steps:
-            run_streaming(Job(engine, prompts, params, SchedulerConfig(max_batch_size=rows)))
+            run_streaming(job)
         runs.append(steps)
     return fit_serving_times(engine, runs, batches)
 

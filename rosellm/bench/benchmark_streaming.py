@@ -37,12 +37,37 @@ from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
 from rosellm.bench.options import MOST_TOKENS, count, counts, number
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import INT32_MAX, command
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
 LONG_PROMPT_CHUNK = 512  # tokens
 DAY_MS = 86_400_000
+
+
+def serve(
+    job: Job, times: Sequence[float] | None = None, tokenize_workers: int = 0
+) -> tuple[list[RequestOutput], list[float], float]:
+    """Serve the job's requests once; the arguments are those of :func:`run_streaming`.
+
+    Returns the outputs, the seconds from when each request was due to its submission, and when the run
+    started, in ``perf_counter`` seconds.
+    """
+    prepare_run(job.engine)
+    inbox: SimpleQueue = SimpleQueue()
+    n = len(job.prompts)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        StreamingManager(job.engine, job.config, tokenize_workers) as manager,
+    ):
+        start = perf_counter()
+        reading = thread.submit(_read, inbox, n)
+        request_ids, lags = _submit(manager, job, times or [0.0] * n, inbox)
+        reading.result()
+        outputs = [manager.result(request_id) for request_id in request_ids]
+    check_served(outputs, job.params)
+    return outputs, lags, start
 
 
 def run_streaming(
@@ -63,19 +88,7 @@ def run_streaming(
 
     Times are in seconds, throughputs in tokens per second, memory in bytes.
     """
-    prepare_run(job.engine)
-    inbox: SimpleQueue = SimpleQueue()
-    n = len(job.prompts)
-    with (
-        ThreadPoolExecutor(1) as thread,
-        StreamingManager(job.engine, job.config, tokenize_workers) as manager,
-    ):
-        start = perf_counter()
-        reading = thread.submit(_read, inbox, n)
-        request_ids, lags = _submit(manager, job, times or [0.0] * n, inbox)
-        reading.result()
-        outputs = [manager.result(request_id) for request_id in request_ids]
-    check_served(outputs, job.params)
+    outputs, lags, start = serve(job, times, tokenize_workers)
     tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
     total_time = max(request.token_times[-1] for request in requests) - start
     return {

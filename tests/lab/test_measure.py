@@ -54,6 +54,7 @@ def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_pyth
         ("bookkeeping autotune", "autotune needs a GPU"),
         ("one_pass --repeats=0", "'0'"),
         ("long_prompt --model=rose-tiny", "a long prompt needs 16001 positions; the model has 512"),
+        ("chunk_budget --size=full --model=gpt2", "chunk_budget needs 4608 positions; the model has 1024"),
         ("prompt_attention --model=mistralai/Mistral-7B-v0.1", "a window of 4096 tokens"),
         ("long_prompt --chunks=1,0", "'0' is not a whole number"),
         ("sampling_steps --model=nobody/knows", "nobody/knows"),

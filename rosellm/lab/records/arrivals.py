@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from rosellm.bench.arrivals import Arrival, poisson_times
 from rosellm.bench.benchmark_streaming import BENCHMARK
 from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
@@ -17,6 +19,8 @@ from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 WORKLOAD = WORKLOADS["W8"]
 SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_batch_size")
@@ -57,6 +61,14 @@ def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequenc
     return make_engine(
         asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens + asked.max_new_tokens
     )
+
+
+def greedy_job(engine: Engine, requests: Sequence[Arrival], config: SchedulerConfig) -> Job:
+    """Return a job of greedy requests of these lengths, with seeded random prompts."""
+    draw, vocab_size = np.random.default_rng(0), engine.config.vocab_size
+    prompts = [draw.integers(vocab_size, size=one.prompt_tokens).tolist() for one in requests]
+    params = [SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in requests]
+    return Job(engine, prompts, params, config)
 
 
 def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
