@@ -8,7 +8,7 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ HOST_NAMES = {PROFILED_STEP: OUTSIDE, STEP_RANGE: "between the step's parts"}
 
 RUNTIME = ("cuda_runtime", "cuda_driver")
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
+LAUNCH = ("grid", "block", "registers per thread", "shared memory", "est. achieved occupancy %")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Event:
     start, duration: when it runs, and for how long.
     started: when the host issued it; for GPU work, the time of the launch.
     n_bytes: bytes copied or allocated, otherwise 0.
+    launch: of a kernel, what the profiler tells of ``LAUNCH``; not stored in records.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Event:
     duration: float
     started: float
     n_bytes: int = 0
+    launch: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def end(self) -> float:
@@ -199,7 +202,8 @@ def _event(e: dict[str, Any], launches: dict[int, float]) -> Event | None:
         name, kind, n_bytes = "allocation", "allocation", int(args["Bytes"])
     else:
         return None
-    return Event(name, kind, start, float(e.get("dur", 0)), started, n_bytes)
+    launch = {name: args[name] for name in LAUNCH if name in args}
+    return Event(name, kind, start, float(e.get("dur", 0)), started, n_bytes, launch)
 
 
 def _outermost_ops(events: Iterable[Event]) -> list[Event]:
