@@ -164,10 +164,10 @@ def profile_of(steps: Steps) -> Profile:
     )
 
 
-def mean_us(steps: Steps) -> float:
-    """Return the mean µs per step of one run, from the end of its first step to the end of its last."""
+def mean_us(steps: Steps, n: int = STEPS) -> float:
+    """Return the mean µs per step of ``n`` steps, from the end of the first step to the end of the last."""
     steps.prepare()
-    ends = steps.run(STEPS)
+    ends = steps.run(n)
     return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
 
 
