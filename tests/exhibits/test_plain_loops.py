@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from rosellm.lab.diagnose.steps import ROOM
 from rosellm.lab.records.account import account
 from rosellm.lab.records.bench import decode_tokens, get_model, make_prompts
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace
+from rosellm.lab.records.trace import PROFILED_STEP, Event, Trace, read_trace
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.lab.measuring import measured, refusal
 
@@ -66,6 +68,14 @@ def test_the_record_has_every_loop_and_their_equal_tokens(tmp_path, capsys, monk
 def test_a_model_without_room_for_the_context_is_refused(tmp_path, capsys):
     told = refusal(capsys, tmp_path, "plain_loops", "--model=rose-tiny", "--size=full")
     assert "context 512" in told and "512 positions" in told
+
+
+def test_a_traced_kernel_keeps_what_the_profiler_tells_of_its_launch(tmp_path):
+    told = {"grid": [7, 1, 1], "shared memory": 4096, "est. achieved occupancy %": 25}
+    kernel = {"ts": 1, "dur": 2, "name": "k", "cat": "kernel", "args": told | {"stream": 7}}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [kernel]}))
+    (event,) = read_trace(tmp_path / "trace.json").events
+    assert event.launch == told and event.kind == "kernel"
 
 
 def gpu_step(t: float) -> list[Event]:
