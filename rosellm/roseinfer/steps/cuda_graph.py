@@ -22,6 +22,11 @@ def _capture_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+def _free_workspaces() -> None:
+    """Free cuBLAS's workspaces. ``torch.compile`` may do so at any time; a graph then still needs its own."""
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - there is no public function
+
+
 class Graphs:
     """The CUDA graphs of one engine, which share a memory pool.
 
@@ -70,7 +75,8 @@ def record_graph(
     graph: an empty graph to capture into; None for a new one.
 
     Other threads may use CUDA during the capture. Unlike ``torch.cuda.graph``, this function neither waits
-    for the device nor returns unused memory to it.
+    for the device nor returns unused memory to it. cuBLAS's workspaces are freed before and after, so
+    that the one which the graph uses belongs to its memory pool.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -79,12 +85,14 @@ def record_graph(
     with torch.cuda.stream(side):
         if warm_up is not None:
             warm_up()
+        _free_workspaces()
         with no_collection():
             graph.capture_begin(**shared, capture_error_mode="thread_local")
             try:
                 outputs = run()
             finally:
                 graph.capture_end()
+                _free_workspaces()
     torch.cuda.current_stream().wait_stream(side)
 
     def replay() -> T:

@@ -9,7 +9,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.cuda_graph import _capture_stream, record_graph
 
 
 @pytest.mark.gpu
@@ -61,3 +61,16 @@ def test_a_capture_is_not_spoiled_by_garbage_that_holds_graphs():
     assert record_graph(run, None)().tolist() == [1] * 4
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.gpu
+def test_a_captured_gemm_writes_no_memory_that_others_got_after_cublas_workspaces_were_freed():
+    """``torch.compile(mode="reduce-overhead")`` frees them."""
+    x, weight = (torch.randn(n, 1 << 16, device="cuda", dtype=torch.bfloat16) for n in (8, 512))
+    replay = record_graph(lambda: x @ weight.t(), lambda: x @ weight.t())
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.stream(_capture_stream()):
+        others = [torch.zeros(size << 20, dtype=torch.uint8, device="cuda") for size in (32, 8, 4, 1) * 2]
+    torch.cuda.synchronize()
+    torch.testing.assert_close(replay(), x @ weight.t())
+    assert not any(one.any() for one in others)
