@@ -20,23 +20,60 @@ def number(text: str) -> float:
     return float(re.sub(r"[*,%\s]", "", text).replace("−", "-"))
 
 
-def rows(text: str, name: str) -> list[list[str]]:
-    """The rows of the table between ``<!-- name -->`` and ``<!-- /name -->``, without its header."""
-    between = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
-    assert between, f"no table {name}"
-    lines = [line for line in between[1].splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+class Cell(str):
+    """A cell of a table, or a number in it.
+
+    place: the table, the row's first two cells, and the column.
+    """
+
+    place: str
+
+    @classmethod
+    def at(cls, place: str, text: str) -> Cell:
+        cell = cls(text)
+        cell.place = place
+        return cell
+
+    def numbers(self) -> list[Cell]:
+        return [self.at(self.place, one) for one in re.findall(r"−?\d[\d,]*(?:\.\d+)?%?", self)]
 
 
-def shown(value: float, text: str) -> bool:
+def rows(text: str, name: str) -> list[list[Cell]]:
+    """The rows of the table after ``<!-- name -->``, without its header."""
+    table = re.search(rf"<!-- {name} -->\n((?:\|.*\n)+)", text)
+    assert table, f"no table {name}"
+    lines = [[one.strip() for one in line.strip("|").split("|")] for line in table[1].splitlines()]
+    heads, _, *found = lines
+    return [
+        [Cell.at(f"{name}: {row[0]}, {row[1]}: {head}: ", one) for head, one in zip(heads, row, strict=True)]
+        for row in found
+    ]
+
+
+def written(value: float | str, text: str) -> str:
+    """``value`` as the page would show it, with as many digits as ``text``."""
+    if isinstance(value, str):
+        return value
+    digits = len(re.sub(r"[*,%\s]", "", text).partition(".")[2])
+    figure = f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")
+    return f"{figure}%" if "%" in text else figure
+
+
+def shown(value: float | str, text: str) -> bool:
     """Whether ``text`` is ``value``, rounded to the digits that it has."""
+    if isinstance(value, str):
+        return text == value
     digits = re.sub(r"[*,%\s]", "", text).partition(".")[2]
     return abs(number(text) - value) <= 0.5 * 10.0 ** -len(digits) + 1e-9
 
 
-def wrong(claims: list[tuple[float, str]]) -> list[str]:
-    """The texts that are not their values."""
-    return [f"{text}, recorded {value:.6g}" for value, text in claims if not shown(value, text)]
+def wrong(claims: list[tuple[float | str, str]]) -> list[str]:
+    """The texts that are not their values, each with its place and with what it should be."""
+    return [
+        f"{getattr(text, 'place', '')}{text}, recorded {written(value, text)}"
+        for value, text in claims
+        if not shown(value, text)
+    ]
 
 
 def falsified(text: str, at: int, end: int) -> str:
