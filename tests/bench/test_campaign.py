@@ -240,8 +240,7 @@ def test_a_block_fits_in_a_lease_and_a_record_in_a_call():
 # Records that no command of one GPU makes: the training of the models that ship, and trials of code that is
 # gone or was never kept. Those of two GPUs, rivals, CPUs and another GPU are in other places.
 TRAINING = {"train", "train-qwen3", "train-rose-tiny-draft", "train-rose-tiny-qwen3-draft"}
-TRIALS = {"attention_trials", "flight_trials", "last_trials", "ring_trials"}
-TRIALS |= {"suffix_match", "tuned_others", "whole_runs", "workloads_since"}
+TRIALS = {"attention_trials", "flight_trials", "last_trials", "ring_trials", "suffix_match", "tuned_others"}
 # Records that no page compares; they go with the next campaign.
 DROPPED = {f"{workload}-{rung}" for workload in ("W6", "W7") for rung in RUNGS} | {"PFX-split_kv"}
 
