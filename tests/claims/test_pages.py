@@ -275,10 +275,8 @@ def quality_table(text: str) -> Claims:
 def first_token(text: str) -> Claims:
     """Qwen3-0.6B's time to the first token, its prefill's, and that of the two graphs."""
     one = H200.figures("last_trials", "first token", "Qwen3-0.6B")
-    ms = {
-        ways: [median(turn["median_ms"] for turn in one["copy, graphs and synchronization"][ways])]
-        for ways in ("one graph", "two graphs")
-    }
+    ways = one["copy, graphs and synchronization"]
+    ms = {way: median(turn["median_ms"] for turn in turns) for way, turns in ways.items()}
     assert ms["one graph"] >= ms["two graphs"]
     words = r"after 64 takes # ms .*? prefill takes # ms, and its two CUDA graphs # ms"
     values = [one[name]["median_ms"] for name in ("LLM.generate", "engine.prefill")]
