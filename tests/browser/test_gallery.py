@@ -90,3 +90,28 @@ def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):
     x, y = shown.evaluate(MIDDLE_OF_A_LINK)
     shown.mouse.click(x, y)
     shown.wait_for_url("**/01_paged_attention.html")
+
+
+def test_a_page_follows_the_readers_dark_theme(gallery, chromium):
+    grounds = []
+    for scheme in ("light", "dark"):
+        shown = chromium.new_page(offline=True, color_scheme=scheme)
+        shown.goto((gallery / "01_paged_attention.html").as_uri())
+        grounds.append(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
+        shown.close()
+    assert grounds == ["rgb(255, 255, 255)", "rgb(17, 17, 17)"]
+
+
+def test_a_swipe_over_a_chart_scrolls_the_page(gallery, chromium):
+    """A touch that zooms instead would hold a phone's reader at the chart."""
+    shown = chromium.new_page(offline=True, has_touch=True, viewport={"width": NARROW, "height": 900})
+    shown.goto((gallery / "01_paged_attention.html").as_uri())
+    plot = shown.locator(f"{PLOT} .nsewdrag").first
+    plot.wait_for(state="attached")
+    plot.evaluate("plot => plot.scrollIntoView({block: 'center'})")
+    before, touch = shown.evaluate("scrollY"), shown.context.new_cdp_session(shown)
+    for kind, y in (("touchStart", 500), *(("touchMove", 500 - 20 * i) for i in range(1, 11))):
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": 200, "y": y}]})
+    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    shown.wait_for_function(f"scrollY > {before + 100}")
+    shown.close()
