@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from IPython.display import Markdown, display
 
 from rosellm.errors import RoseError
-from rosellm.lab.figures.palette import GRID, TEXT
+from rosellm.lab.figures.palette import BLUE, GRID, SKY, TEXT
 from rosellm.lab.records.records import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -36,7 +36,7 @@ TEMPLATE = go.layout.Template(
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "xaxis": AXIS,
-        "yaxis": AXIS,
+        "yaxis": AXIS | {"ticklabelstandoff": 4},
         "title": {"x": 0, "xref": "container", "xanchor": "left", "yref": "container", "yanchor": "top"},
         "legend": {
             "orientation": "h",
@@ -48,6 +48,7 @@ TEMPLATE = go.layout.Template(
         },
         "barcornerradius": 2,
         "hoverlabel": {"align": "left"},
+        "sliderdefaults": {"bgcolor": BLUE, "activebgcolor": SKY, "bordercolor": GRID, "tickcolor": TEXT},
     }
 )
 

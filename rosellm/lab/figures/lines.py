@@ -33,7 +33,8 @@ def step_lines(
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
     lines: dict[str, Sequence[float | None]] = {**series, **dashed}
-    if log_y and any(value is not None and value <= 0 for values in lines.values() for value in values):
+    known = [value for values in lines.values() for value in values if value is not None] or [1]
+    if log_y and min(known) <= 0:
         raise ChartError("a log axis needs values above 0")
     chart = Chart()
     for i, (name, values) in enumerate(series.items()):
@@ -42,7 +43,9 @@ def step_lines(
     line = {"color": TEXT, "dash": "dash", "width": 1.5}
     for name, level in dashed.items():
         chart.add_scatter(x=list(x), y=level, name=name, mode="lines", line=line)
-    scale: dict[str, Any] = {"type": "log", "exponentformat": "SI"} if log_y else {"rangemode": "tozero"}
+    scale: dict[str, Any] = {"rangemode": "tozero"}
+    if log_y:
+        scale = {"type": "log", **log_ticks(math.log10(min(known)) - 0.1, math.log10(max(known)) + 0.1)}
     chart.update_yaxes(title_text=y_title, **scale)
     chart.update_xaxes(title_text=x_title, type="log" if log_x else "linear", showgrid=False)
     if log_x or len(x) <= 12:

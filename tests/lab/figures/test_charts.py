@@ -70,6 +70,11 @@ def test_a_table_in_html_has_the_alignment_of_the_text_and_figures_with_a_unit_s
     assert repr(table).splitlines()[-2:] == ["c             –  y", "note"]
 
 
+def test_a_log_axis_has_few_ticks_in_short_numbers():
+    chart = step_lines([1, 2], {"a": [3, None], "b": [900, 2000]}, "x", "y", title="t", log_y=True)
+    assert chart.layout.yaxis.ticktext == ("1", "3", "10", "30", "100", "300", "1k", "3k")
+
+
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ChartError, match="log axis needs values above 0"):
         step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True)
