@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 
@@ -20,33 +23,88 @@ def number(text: str) -> float:
     return float(re.sub(r"[*,%\s]", "", text).replace("−", "-"))
 
 
-class Cell(str):
-    """A cell of a table, or a number in it.
+class Origin(NamedTuple):
+    """A character of a file: its cell (0 if the file is no notebook), and its offset in that."""
 
-    place: the table, the row's first two cells, and the column.
-    """
+    path: Path
+    cell: int
+    at: int
 
-    place: str
+
+class Page(str):
+    """The text of a file, or of a notebook's Markdown; origins: those of its characters."""
+
+    origins: list[Origin]
 
     @classmethod
-    def at(cls, place: str, text: str) -> Cell:
-        cell = cls(text)
-        cell.place = place
+    def of(cls, characters: list[tuple[str, Origin]]) -> Page:
+        page = cls("".join(one for one, _ in characters))
+        page.origins = [origin for _, origin in characters]
+        return page
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        characters = []
+        for i, source in enumerate(sources(path)):
+            characters += [(one, Origin(path, i, at)) for at, one in enumerate(source + "\n")]
+        return cls.of(characters)
+
+
+def sources(path: Path) -> list[str]:
+    """The text of a file, or of a notebook's cells; "" for code."""
+    text = path.read_text(encoding="utf-8")
+    cells = json.loads(text)["cells"] if path.suffix == ".ipynb" else []
+    return ["".join(one["source"]) if one["cell_type"] == "markdown" else "" for one in cells] or [text]
+
+
+def on_one_line(text: str, without: str = "") -> str:
+    """The text with single spaces; a :class:`Page` also without some characters, and it stays one."""
+    if not isinstance(text, Page):
+        return " ".join(text.split())
+    kept: list[tuple[str, Origin]] = []
+    for one, origin in zip(text, text.origins, strict=True):
+        if one not in without and not (one.isspace() and kept and kept[-1][0] == " "):
+            kept.append((" " if one.isspace() else one, origin))
+    return Page.of(kept)
+
+
+class Cell(str):
+    """A figure in a text.
+
+    place: where, in words. origin: its first character's; None if the text is not a page.
+    """
+
+    place: str = ""
+    origin: Origin | None = None
+
+    @classmethod
+    def at(cls, place: str, figure: str, text: str, start: int) -> Cell:
+        cell = cls(figure)
+        cell.place, cell.origin = place, text.origins[start] if isinstance(text, Page) else None
         return cell
 
     def numbers(self) -> list[Cell]:
-        return [self.at(self.place, one) for one in re.findall(r"−?\d[\d,]*(?:\.\d+)?%?", self)]
+        found = []
+        for one in re.finditer(r"−?\d[\d,]*(?:\.\d+)?%?", self):
+            cell = self.at(self.place, one[0], "", 0)
+            cell.origin = self.origin and self.origin._replace(at=self.origin.at + one.start())
+            found.append(cell)
+        return found
 
 
 def rows(text: str, name: str) -> list[list[Cell]]:
     """The rows of the table after ``<!-- name -->``, without its header."""
     table = re.search(rf"<!-- {name} -->\n((?:\|.*\n)+)", text)
     assert table, f"no table {name}"
-    lines = [[one.strip() for one in line.strip("|").split("|")] for line in table[1].splitlines()]
-    heads, _, *found = lines
+    lines = list(re.compile(r"\|.*\n").finditer(text, *table.span(1)))
+    found = [list(re.compile(r"(?<=\| )[^|]*?(?= \|)").finditer(text, *line.span())) for line in lines]
+    heads, _, *others = found
     return [
-        [Cell.at(f"{name}: {row[0]}, {row[1]}: {head}: ", one) for head, one in zip(heads, row, strict=True)]
-        for row in found
+        [
+            Cell.at(f"{name}: {row[0][0]}, {row[1][0]}: {head[0]}: ", one[0], text, one.start())
+            for head, one in zip(heads, row, strict=True)
+        ]
+        for row in others
     ]
 
 
@@ -67,13 +125,37 @@ def shown(value: float | str, text: str) -> bool:
     return abs(number(text) - value) <= 0.5 * 10.0 ** -len(digits) + 1e-9
 
 
+# page → where a wrong figure stands → it and the recorded one
+CORRECTIONS: dict[Path, dict[Origin, tuple[str, str]]] = defaultdict(dict)
+
+
 def wrong(claims: list[tuple[float | str, str]]) -> list[str]:
-    """The texts that are not their values, each with its place and with what it should be."""
-    return [
-        f"{getattr(text, 'place', '')}{text}, recorded {written(value, text)}"
-        for value, text in claims
-        if not shown(value, text)
-    ]
+    """The texts that are not their values, each with its place and with what it should be.
+
+    Those of pages are kept in ``CORRECTIONS``.
+    """
+    found = [(text, written(value, text)) for value, text in claims if not shown(value, text)]
+    for text, right in found:
+        if origin := getattr(text, "origin", None):
+            CORRECTIONS[origin.path][origin] = text, right
+    return [f"{getattr(text, 'place', '')}{text}, recorded {right}" for text, right in found]
+
+
+def correct() -> None:
+    """Write the recorded figures into the pages, in place of those that ``wrong`` has found."""
+    for path, figures in CORRECTIONS.items():
+        texts = sources(path)
+        for origin in sorted(figures, reverse=True):
+            text, (old, new) = texts[origin.cell], figures[origin]
+            assert text.startswith(old, origin.at)
+            texts[origin.cell] = text[: origin.at] + new + text[origin.at + len(old) :]
+        if path.suffix == ".ipynb":
+            notebook = json.loads(path.read_text(encoding="utf-8"))
+            for cell, text in zip(notebook["cells"], texts, strict=True):
+                if cell["cell_type"] == "markdown":
+                    cell["source"] = text.splitlines(keepends=True)
+            texts = [json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"]
+        path.write_text("".join(texts), encoding="utf-8")
 
 
 def falsified(text: str, at: int, end: int) -> str:
@@ -86,9 +168,7 @@ def falsified(text: str, at: int, end: int) -> str:
 def prose(number: str) -> str:
     """All Markdown of the notebook of this number, on one line, without asterisks."""
     (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
-    cells = nbformat.read(path, 4).cells
-    text = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    return re.sub(r"\s+", " ", text.replace("*", ""))
+    return on_one_line(Page.read(path), without="*")
 
 
 @cache
@@ -120,7 +200,8 @@ def said(text: str, pattern: str) -> tuple[str, ...]:
     """The groups of the one place where ``text`` says ``pattern``."""
     found = list(re.finditer(pattern, text))
     assert len(found) == 1, f"{len(found)} places say {pattern}"
-    return found[0].groups()
+    groups = zip(found[0].groups(), found[0].regs[1:], strict=True)
+    return tuple(one and Cell.at("", one, text, start) for one, (start, _) in groups)
 
 
 def claim(number: str, pattern: str, *values: float) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from itertools import chain, groupby
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,7 +21,8 @@ from rosellm.lab.records.records import Results, _rivals_file, find, floor_tok_s
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED
-from tests.claims.reading import ROOT, falsified, number, rows, said, wrong
+from tests.claims import reading
+from tests.claims.reading import ROOT, Page, falsified, number, on_one_line, rows, said, wrong
 
 busy, formats, models = map(load_exhibit, ("busy", "formats", "models"))
 
@@ -77,7 +80,7 @@ def results_table(text: str) -> Claims:
 
 def sentence(text: str, words: str) -> tuple[str, ...]:
     """The figures in the one place where the page says ``words``: a pattern with # for each figure."""
-    return said(" ".join(text.split()), words.replace("#", r"([\d.]*\d)"))
+    return said(on_one_line(text), words.replace("#", r"([\d.]*\d)"))
 
 
 def published_us() -> tuple[float, ...]:
@@ -352,7 +355,7 @@ CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
         *(formats_table, quality_table, prompts_table, single_streams, trials_table),
     ),
 }
-PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in CHECKS}
+PAGES = {page: Page.read(ROOT / page) for page in CHECKS}
 MEASURED = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?)\*{0,2} (?:µs|ms|TB/s|tok/s|TFLOP/s)\b")
 
 
@@ -400,3 +403,18 @@ def test_readmes_picture_is_described_as_the_records_say():
     """First the GPU waits, then it works, then it has less to do."""
     steps = busy.steps_of(H200, busy.README_BATCH)
     assert steps[0].share < 0.5 < 0.9 < steps[-1].share and steps[-1].us < steps[0].us / 10
+
+
+@pytest.mark.parametrize(
+    ("page", "figure"), [("docs/performance.md", "703"), ("notebooks/40_weights.ipynb", "64")]
+)
+def test_corrections_write_the_recorded_figure_where_a_wrong_one_stands(tmp_path, monkeypatch, page, figure):
+    monkeypatch.setattr(reading, "CORRECTIONS", defaultdict(dict))
+    path, right = tmp_path / Path(page).name, (ROOT / page).read_text(encoding="utf-8")
+    words = {"703": "another H200, 703 µs", "64": "eight and 64 sequences"}[figure]
+    assert right.count(words) == 1
+    path.write_text(right.replace(words, words.replace(figure, "1")), encoding="utf-8")
+    pattern = words.replace(figure, r"(\d+)")
+    assert wrong([(float(figure), *said(on_one_line(Page.read(path)), pattern))]) == [f"1, recorded {figure}"]
+    reading.correct()
+    assert path.read_text(encoding="utf-8") == right
