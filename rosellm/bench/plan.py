@@ -97,7 +97,7 @@ STEP_RUNS = [_measured("gpt2", _TRACED | _PARTS)]
 
 _SERVED = {"kv_pressure": 23.0, "determinism": 95.0, "arrivals": 28.0, "first_request": 75.0}
 _SERVED |= {"gpt2/sampling_steps": 28.0}
-_BY_QWEN = {"chunk_budget": 330.0, "sampling_steps": 30.0, "arrivals": 42.0}
+_BY_QWEN = {"chunk_budget": 230.0, "sampling_steps": 30.0, "arrivals": 42.0}
 SERVING_RUNS = [
     _measured(QWEN, _of(QWEN, _BY_QWEN) | {"prefix_cache": 45.0}),
     _measured("gpt2", _runs({"W8": 9.0, "W9": 9.0, "W10": 9.0}, ["split_kv"]) | _SERVED),
