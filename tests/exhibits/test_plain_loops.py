@@ -45,6 +45,7 @@ def test_every_loop_generates_the_tokens_of_the_engine_also_from_its_start_again
             assert one.tokens[:, 20:].tolist() == expected, kind.__name__
 
 
+@pytest.mark.slow
 def test_the_record_has_every_loop_and_their_equal_tokens(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runs, "CONTEXT", 12)
     record = measured(tmp_path, "plain_loops", "--model=rose-tiny", "--repeats=2")
