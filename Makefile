@@ -37,7 +37,7 @@ $(STAMP)-browser: $(STAMP)
 	$(PIP) -e '.[browser]'
 	@touch $@
 
-notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters, CLUSTER=auto spreads them over Ray)
+notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64" sets parameters, CLUSTER=auto spreads them over Ray)
 	@exec $(PY) -m rosellm.lab.running.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT) \
 		$(if $(CLUSTER),--cluster "$$CLUSTER")
 

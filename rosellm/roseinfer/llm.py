@@ -64,8 +64,8 @@ class LLM:
     rung: a name in ``recipe.LADDER``; None means the best rung for the device.
     recipe: any combination of variants, instead of a rung; ``LLM.rung`` is then None.
     tensor_parallel_size: number of GPUs, or of processes on a CPU, that share every layer
-        (``tensor_parallel.load_engine``). More than one is supported by the rungs from ``packed_prefill`` on,
-        except ``persistent_kernel`` and ``one_pass``.
+        (``tensor_parallel.load_engine``). More than one is supported by the rungs from ``fused_append`` on,
+        except ``persistent_kernel``, ``one_pass`` and ``speculative``.
     data_parallel_size: number of engines that share the prompts, each with ``tensor_parallel_size`` GPUs or
         as many CPU cores (``cluster.replicas.Replicas``). More than one needs the extra ``cluster`` (Ray).
     ray_address: the Ray cluster that runs the engines, "auto" or "host:port". None means the cluster to which

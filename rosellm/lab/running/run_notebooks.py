@@ -75,23 +75,43 @@ def parse_parameters(text: str) -> dict[str, Any]:
     return parameters
 
 
-def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
-    """Raise NotebookError unless every notebook has all ``parameters``, with defaults of the same type."""
-    for notebook in notebooks if parameters else ():
-        try:
-            known = papermill.inspect_notebook(notebook)
-        except Exception as error:  # nbformat and papermill may raise anything
-            raise NotebookError(f"{notebook} cannot be read as a notebook: {in_one_line(error)}") from error
-        for name, value in parameters.items():
-            if name not in known:
-                there = ", ".join(sorted(known)) or "none"
-                raise NotebookError(f"{notebook.stem} has no parameter {name!r}: it has {there}")
-            default = None  # a default that is not a literal: the parameter takes any value
-            with suppress(ValueError, SyntaxError):
-                default = ast.literal_eval(known[name]["default"])
-            if not _is_like(value, default):
-                told = f"{name}={value!r}: it takes a value like {default!r}"
-                raise NotebookError(f"{notebook.stem} cannot take {told}")
+def parameters_of(notebooks: Sequence[Path], parameters: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return name of notebook → those of the parameters that it has.
+
+    Raises NotebookError if no notebook has a parameter, or if one has a default of another type.
+    """
+    if not parameters:
+        return {notebook.stem: {} for notebook in notebooks}
+    known = {notebook.stem: _inspected(notebook) for notebook in notebooks}
+    for name in parameters:
+        if not any(name in there for there in known.values()):
+            first, there = next(iter(known.items()))
+            others = f", and {len(known) - 1} others lack it, too" if len(known) > 1 else ""
+            told = ", ".join(sorted(there)) or "none"
+            raise NotebookError(f"{first} has no parameter {name!r}: it has {told}{others}")
+    return {
+        notebook: {name: value for name, value in parameters.items() if _takes(notebook, name, value, there)}
+        for notebook, there in known.items()
+    }
+
+
+def _inspected(notebook: Path) -> dict[str, Any]:
+    try:
+        return papermill.inspect_notebook(notebook)
+    except Exception as error:  # nbformat and papermill may raise anything
+        raise NotebookError(f"{notebook} cannot be read as a notebook: {in_one_line(error)}") from error
+
+
+def _takes(notebook: str, name: str, value: Any, known: dict[str, Any]) -> bool:
+    """Return whether a notebook has a parameter; raise NotebookError if its default is of another type."""
+    if name not in known:
+        return False
+    default = None  # a default that is not a literal: the parameter takes any value
+    with suppress(ValueError, SyntaxError):
+        default = ast.literal_eval(known[name]["default"])
+    if not _is_like(value, default):
+        raise NotebookError(f"{notebook} cannot take {name}={value!r}: it takes a value like {default!r}")
+    return True
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -113,7 +133,8 @@ def run(
     """Execute notebooks, publish each in ``output`` when it finishes, and return their outcomes.
 
     output: folder of the gallery; created if missing.
-    parameters: values of the notebooks' parameters, by name; None means the defaults.
+    parameters: values of the notebooks' parameters, by name, which those get that have them; None means the
+        defaults.
     workers: number of notebooks that run at a time on this machine.
     timeout: seconds per notebook.
     interruption: ends the run early; only finished notebooks have an outcome.
@@ -121,16 +142,16 @@ def run(
         machine. On a cluster, each notebook is given a GPU if there is any and the parameter ``device`` is
         not "cpu"; notebooks whose results in ``output`` are still current are not executed again.
 
-    The outcomes are sorted by name. Raises NotebookError before anything runs, if a notebook does not have a
-    parameter of that name and type, or if ``output`` cannot be a folder.
+    The outcomes are sorted by name. Raises NotebookError before anything runs, as :func:`parameters_of` does,
+    or if ``output`` cannot be a folder.
     """
     parameters, interruption = parameters or {}, interruption or Interruption()
-    check_parameters(notebooks, parameters)
+    own = parameters_of(notebooks, parameters)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotebookError(f"output {str(output)!r} cannot be a folder: {error.strerror}") from error
-    done = {} if cluster is None else _current(notebooks, output, parameters)
+    done = {} if cluster is None else _current(notebooks, output, own)
     left = {path.stem: path for path in notebooks if path.stem not in done}
     if done:
         print(f"already in {output}, and current: {', '.join(done)}")
@@ -141,14 +162,14 @@ def run(
     ):
         folder = Path(NOTEBOOKS) if machines else notebooks[0].parent
         tasks = {
-            name: partial(execute, folder / path.name, parameters, timeout) for name, path in left.items()
+            name: partial(execute, folder / path.name, own[name], timeout) for name, path in left.items()
         }
         if machines:
             results = machines.run(tasks, machines.takes_gpu(parameters.get("device", "auto")), "notebook")
         else:
             results = run_here(tasks, workers, interruption)
         for name, finished in results:
-            done[name] = _publish(left[name], finished, parameters, output)
+            done[name] = _publish(left[name], finished, own[name], output)
     return sorted(done.values(), key=lambda outcome: outcome.name)
 
 
@@ -167,17 +188,19 @@ def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], out
     return outcome
 
 
-def _current(notebooks: Sequence[Path], output: Path, parameters: dict[str, Any]) -> dict[str, Outcome]:
+def _current(
+    notebooks: Sequence[Path], output: Path, parameters: dict[str, dict[str, Any]]
+) -> dict[str, Outcome]:
     """Return, by name, the outcomes in ``output`` that are newer than everything they depend on.
 
-    Only successful outcomes with equal ``parameters`` are returned.
+    Only successful outcomes with equal parameters are returned; ``parameters`` are those of each notebook.
     """
     known, newest = outcomes_in(output), max(map(_changed, _sources(notebooks[0].parent)))
     return {
         path.stem: known[path.stem]
         for path in notebooks
         if path.stem in known
-        and (known[path.stem].status, known[path.stem].parameters) == ("ok", parameters)
+        and (known[path.stem].status, known[path.stem].parameters) == ("ok", parameters[path.stem])
         and _changed(output / path.name) > max(newest, _changed(path))
     }
 

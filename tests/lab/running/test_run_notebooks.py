@@ -20,7 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from rosellm.lab.running import run_notebooks
 from rosellm.lab.running.execution import NotebookError
 from rosellm.lab.running.interruption import Interruption
-from rosellm.lab.running.run_notebooks import check_parameters, parse_parameters, run, select
+from rosellm.lab.running.run_notebooks import parameters_of, parse_parameters, run, select
 from tests.roseinfer.ranks import is_running
 
 ROOT = Path(__file__).parents[3]
@@ -128,7 +128,16 @@ class TestParameters:
     def test_a_value_has_its_defaults_type_and_a_bool_is_no_number(self, folder, default, value, fits):
         notebook = save(folder, "a", parameters=f"rate = {default}")
         with nullcontext() if fits else pytest.raises(NotebookError, match="rate"):
-            check_parameters([notebook], {"rate": value})
+            parameters_of([notebook], {"rate": value})
+
+    def test_a_notebook_gets_the_parameters_that_it_has_and_one_that_none_has_is_refused(self, folder):
+        both = [save(folder, "a"), save(folder, "b", parameters="batch = 4")]
+        assert parameters_of(both, {"batch": 2, "quick": False}) == {
+            "a": {"batch": 2, "quick": False},
+            "b": {"batch": 2},
+        }
+        with pytest.raises(NotebookError, match="'bacth': it has batch, quick, and 1 others lack it, too"):
+            parameters_of(both, {"bacth": 2})
 
 
 class TestRun:
