@@ -9,7 +9,7 @@ serve the same requests, which arrive at the same times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -28,6 +28,7 @@ from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.turns import each
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 NAME = "chunk_budget"
@@ -47,13 +48,20 @@ def requests_of(workload: Workload, n: int, long_tokens: int) -> list[Arrival]:
 
 
 def run_cell(job: Job, times: list[float]) -> dict[str, Any]:
-    """Serve the job's requests once, and return figures.
+    """Serve the job's requests once, and return :func:`figures_of` them."""
+    outputs, lags, start = serve(job, times)
+    return figures_of([output.metrics for output in outputs], lags, start)
+
+
+def figures_of(requests: Sequence[RequestMetrics], lags: Sequence[float], start: float) -> dict[str, Any]:
+    """Return the figures of served requests.
+
+    lags: seconds from when each was due to its arrival.
+    start: when the run began.
 
     TTFT runs from when a request was due. ``good[i][j]`` is the number of requests with a TTFT of at most
     ``TTFT_LIMITS_S[i]`` and no gap between two tokens above ``ITL_LIMITS_S[j]``.
     """
-    outputs, lags, start = serve(job, times)
-    requests = [output.metrics for output in outputs]
     seconds = max(one.token_times[-1] for one in requests) - start
     pairs = zip(requests, lags, strict=True)
     ttft = np.array([one.token_times[0] - one.arrival + lag for one, lag in pairs])
@@ -67,6 +75,11 @@ def run_cell(job: Job, times: list[float]) -> dict[str, Any]:
         **distribution("itl", (own for one in requests for own in one.itl), (50, 99)),
         "good": [[int(((ttft <= i) & (gap <= j)).sum()) for j in ITL_LIMITS_S] for i in TTFT_LIMITS_S],
     }
+
+
+def goodput(cell: Mapping[str, Any], ttft_s: float, itl_s: float) -> float:
+    """Return the requests per second of a cell that kept two of the recorded limits."""
+    return cell["good"][TTFT_LIMITS_S.index(ttft_s)][ITL_LIMITS_S.index(itl_s)] / cell["total_time_s"]
 
 
 def record(asked: Asked) -> Iterator[Record]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rosellm.bench.arrivals import Arrival, goodput, queue_over_time
+from rosellm.bench.arrivals import Arrival
 from rosellm.bench.record import distribution
 from rosellm.cluster.router import Routed, Router
 from rosellm.errors import RoseError
@@ -188,16 +188,8 @@ class Simulation:
         self._assign()
 
 
-def simulated_run(
-    arrivals: Sequence[Arrival],
-    times: StepTimes,
-    max_batch_size: int,
-    limits_s: tuple[float, float] = (math.inf, math.inf),
-) -> dict[str, Any]:
-    """Return the figures of one simulated replica, named and defined as in ``benchmark_streaming``.
-
-    limits_s: goodput's limits on TTFT and ITL.
-    """
+def simulated_run(arrivals: Sequence[Arrival], times: StepTimes, max_batch_size: int) -> dict[str, Any]:
+    """Return the figures of one simulated replica, named and defined as in ``benchmark_streaming``."""
     made = simulate_cluster(arrivals, Fleet(1, times, max_batch_size))
     requests = made.requests
     n_tokens = sum(len(one.token_times) for one in requests)
@@ -206,6 +198,4 @@ def simulated_run(
         "total_throughput_tok_s": n_tokens / made.seconds,
         **distribution("ttft", [one.ttft for one in requests], PERCENTS),
         **distribution("itl", [gap for one in requests for gap in one.itl], PERCENTS),
-        **goodput(requests, [0.0] * len(requests), made.seconds, *limits_s),
-        **queue_over_time(requests, 0.0, made.seconds),
     }

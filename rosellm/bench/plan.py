@@ -95,14 +95,12 @@ _PARTS |= {f"ablations-W{i}": 22.0 for i in range(4)} | {f"leave_one_out-W{i}": 
 _PARTS |= {f"lengths-{batch}": 18.0 for batch in (8, 64, 128, 256)}
 STEP_RUNS = [_measured("gpt2", _TRACED | _PARTS)]
 
-_SERVED = {"kv_pressure": 23.0, "determinism": 95.0, "arrivals": 28.0, "first_request": 75.0}
+_SERVED = {"kv_pressure": 23.0, "determinism": 95.0, "first_request": 75.0}
 _SERVED |= {"gpt2/sampling_steps": 28.0}
-_BY_QWEN = {"chunk_budget": 230.0, "sampling_steps": 30.0, "arrivals": 42.0}
+_BY_QWEN = {"chunk_budget": 230.0, "sampling_steps": 30.0}
 SERVING_RUNS = [
     _measured(QWEN, _of(QWEN, _BY_QWEN) | {"prefix_cache": 45.0}),
     _measured("gpt2", _runs({"W8": 9.0, "W9": 9.0, "W10": 9.0}, ["split_kv"]) | _SERVED),
-    _measured(QWEN, _of(QWEN, {"long_prompt": 22.0, "long_prompt_joined": 22.0}), "--chunks 512,128,32"),
-    _measured("gpt2", {"one_pass": 120.0}),
 ]
 
 _WHOLE = {"D1": 4.0, "D8": 4.0, "D64": 6.0, "P512": 7.0, "MIX": 18.0, "L8K": 8.0, "L32K": 6.0, "PRE": 6.0}

@@ -22,7 +22,7 @@ from tqdm.contrib import DummyTqdmFile
 
 from rosellm.bench.record import write_record
 from rosellm.bench.workloads import ALL_WORKLOADS
-from rosellm.command_line import INT32_MAX, ScreenParser, command, whole_number, whole_numbers
+from rosellm.command_line import ScreenParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records.registry import EXPERIMENTS, Job, plan
 from rosellm.lab.records.sizes import SIZES
@@ -133,11 +133,6 @@ _NAMES = {"metavar": "NAME,NAME"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "repeats": {"type": whole_number(1), "metavar": "N", "help": "measured runs or turns of each side"},
     "workloads": _NAMES | {"type": listed(ALL_WORKLOADS), "help": "parts of the record"},
-    "chunks": {
-        "type": whole_numbers(INT32_MAX),
-        "metavar": "N,N",
-        "help": "tokens of a long prompt's chunks; the first is called chunked",
-    },
     "old": {"metavar": "COMMIT", "help": "commit of this checkout to compare with"},
     "ranks": {"type": whole_number(2), "metavar": "N", "help": "default: all GPUs of this host; on a CPU 2"},
     "all_reduce": _NAMES | {"type": listed(recipe_choices()["all_reduce"]), "help": "ways to sum"},

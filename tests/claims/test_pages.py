@@ -303,8 +303,8 @@ def multiples(record: str, name: str) -> dict[tuple[str, int], float]:
         before, after, loads = RUNGS[name]
         return {("gpt2", w): H200.value(w, before) / H200.value(w, after) for w in loads.split()}
     if name.startswith("prompt tokens"):
-        found = load_exhibit("both_ways").beside_rows(H200.figures("one_pass"))
-        return {("gpt2", f"{n} × {tokens}"): joined / apart for n, tokens, apart, joined, _ in found}
+        pairs = both_ways_of("ttft_p50_s").items()
+        return {("Qwen3-0.6B", f"256 × {cell}"): joined / apart for cell, (apart, joined) in pairs}
     found = {}
     for model, sizes in H200.figures(record, name).items():
         for size, ways in sizes.items():
@@ -314,6 +314,18 @@ def multiples(record: str, name: str) -> dict[tuple[str, int], float]:
             }
             found[model, size] = us.pop(name) / median(us.values())
     return found
+
+
+def both_ways_of(key: str) -> dict[tuple[float, int | None], tuple[float, float]]:
+    """Load and chunk → a figure with prompts apart and joined."""
+    cells = Results(H200.folder / "Qwen3-0.6B").figures("chunk_budget", "cells")
+    found = {(one["share"], one["chunk"], one["way"]): figure_of(one, key) for one in cells}
+    pairs = dict.fromkeys((share, chunk) for share, chunk, _ in found)
+    return {pair: (found[*pair, "apart"], found[*pair, "joined"]) for pair in pairs}
+
+
+def figure_of(cell: dict[str, Any], key: str) -> float:
+    return load_exhibit("chunk_budget").goodput(cell, 0.2, 0.015) if key == "goodput" else cell[key]
 
 
 def fastest(gemms: dict[str, Any], n: str) -> float:
@@ -336,11 +348,11 @@ def trials_table(text: str) -> Claims:
         rows_of = {WORKLOADS[n].max_batch_size if n in WORKLOADS else int(n.split(" ×")[0]) for _, n in found}
         if sequences != "–":
             claims += zip(sorted({min(rows_of), max(rows_of)}), sequences.numbers(), strict=True)
-    for name, share in (("W8", r"of W8 (\d+)%"), ("MIX", r"of MIX (\d+)%")):
-        runs = H200.figures("last_trials", "prefills", name)
-        joined = sum(decoding > 0 for _, _, decoding in runs["prefills"])
-        claims.append((100 * joined / (len(runs["prefills"]) + runs["decode_steps"]), *said(text, share)))
-    return claims
+    goodput = both_ways_of("goodput")
+    best = [max(pair for cell, pair in goodput.items() if cell[0] == share) for share, _ in goodput]
+    gains = sorted({joined / apart for apart, joined in best})
+    words = r"at the best chunk size, goodput is ([\d.]+) to ([\d.]+) times as high"
+    return [*claims, *zip((gains[0], gains[-1]), said(text, words), strict=True)]
 
 
 def prompts_table(text: str) -> Claims:

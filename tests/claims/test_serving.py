@@ -1,158 +1,88 @@
-"""Notebooks of arrivals, joined steps, replicas and plans: their figures are those recorded or simulated."""
+"""Notebooks of load, replicas and plans: their figures are those recorded or simulated."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from statistics import median
+from itertools import product
 
-from rosellm.lab.records import arrivals, two_gpus
-from rosellm.lab.records.records import find, one_lease, read_us
-from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.records import two_gpus
+from rosellm.lab.records.records import Results, find, one_lease, read_us
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.exhibits import load_exhibit
 from tests.claims.reading import claim, number, prose, said, table_row
 
-simulated_run = load_exhibit("simulated_fleet").simulated_run
-
 # 33
 
 
-arrival_runs = load_exhibit("arrival_runs")
-RECORDED = arrival_runs.recorded_servers(find())
-QWEN3, GPT2 = ({run["share"]: run for run in RECORDED[name]["runs"]} for name in ("Qwen3-0.6B", "gpt2"))
-TTFT_MS, ITL_MS = map(number, said(prose("33"), r"(\d+) ms to the first token, (\d+) ms between"))
+budgets, gemm_times = load_exhibit("chunk_budget"), load_exhibit("gemm_times")
+FIGURES = Results(find().folder / "Qwen3-0.6B").figures("chunk_budget")
+CELLS = {(one["share"], one["chunk"], one["way"]): one for one in FIGURES["cells"]}
+TTFT_S, ITL_S = (number(ms) / 1e3 for ms in said(prose("33"), r"(\d+) ms to the first .* above (\d+) ms\."))
 
 
-@cache
-def simulated(name, share):
-    found = RECORDED[name]
-    (run,) = (run for run in found["runs"] if run["share"] == share)
-    times = ServingTimes.from_dict(found["times"])
-    return simulated_run(arrivals.arrivals_of(run["options"]), times, found["max_batch_size"])
+def good(share, chunk, way="apart", ttft_s=TTFT_S, itl_s=ITL_S):
+    return budgets.goodput(CELLS[share, chunk, way], ttft_s, itl_s)
 
 
-def test_queues_are_those_recorded_and_simulated():
-    both = QWEN3[0.95], simulated("Qwen3-0.6B", 0.95)
-    most = [max(one["queue_in_flight"]) for one in both]
-    claim("33", r"agree even at 95 %: (\d+) requests in the engine at most against (\d+), and never", *most)
-    claim("33", r"never more than (\d+) wait", max(max(one["queue_waiting"]) for one in both))
-    waits = [max(one["queue_waiting"]) for s in (0.8, 0.95) for one in (GPT2[s], simulated("gpt2", s))]
-    words = r"up to (\d+) waiting and .*? (\d+); at 95 % the record has (\d+) and the simulation (\d+)\."
-    claim("33", words, *waits)
+def best(share, way="apart", itl_s=ITL_S):
+    return max(budgets.CHUNKS, key=lambda chunk: good(share, chunk, way, itl_s=itl_s))
 
 
-def test_the_simulation_is_as_near_to_the_record_as_said_where_it_is_trusted():
-    words = r"The simulation is within (\d+) % of these medians and of the 95th percentiles"
-    (percent,) = said(prose("33"), words)
-    keys = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
-    apart = [abs(simulated("Qwen3-0.6B", s)[key] / QWEN3[s][key] - 1) for s in QWEN3 for key in keys]
-    assert round(100 * max(apart)) == number(percent)
-    ms = simulated("gpt2", 0.95)["ttft_p95_s"] * 1e3
-    claim("33", r"the simulation, which says (\d+) ms, is wrong", ms)
-
-
-def test_latencies_and_capacities_are_those_recorded():
-    words = r"95 % of its (\d+) requests .*TTFT rises from (\S+) to (\S+) ms, .* from (\S+) to (\S+) ms, and"
-    values = [RECORDED["Qwen3-0.6B"]["capacity_req_s"]]
-    values += [QWEN3[s][key] * 1e3 for key in ("ttft_p50_s", "itl_p50_s") for s in (0.5, 0.95)]
-    claim("33", words, *values)
-    words = r"between 80 and 95 % of (\d+) requests per second:.* one request in twenty waits (\d+) ms"
-    claim("33", words, RECORDED["gpt2"]["capacity_req_s"], GPT2[0.95]["ttft_p95_s"] * 1e3)
-
-
-def test_the_knees_are_where_the_records_keep_and_break_the_limits():
-    def keeps(run):
-        tight = run["within_limits_share"] == 1 and TTFT_MS >= 100 and ITL_MS >= 20
-        return tight and run["ttft_p95_s"] * 1e3 <= TTFT_MS
-
-    assert [keeps(QWEN3[share]) for share in (0.5, 0.8, 0.95)] == [True, True, True]
-    assert [keeps(GPT2[share]) for share in (0.5, 0.8, 0.95)] == [True, True, False]
-    assert GPT2[0.95]["ttft_p95_s"] * 1e3 > TTFT_MS
-    assert all(list(one["limits_s"]) == [0.1, 0.02] for one in RECORDED.values())
-
-
-def test_a_long_prompts_figures_are_those_recorded():
-    found = arrival_runs.recorded_long_prompt(find())["Qwen3-0.6B"]
-
-    def ms(way, key):
-        return found[way][key] * 1e3
-
-    p99, wait = "itl_beside_p99_s", "long_prompt_ttft_s"
-    words = r"a gap of (\S+) ms\. .*gaps of at most (\S+) ms, and the prompt waits (\d+) ms .* of (\d+)\."
-    ways = ("whole", p99), ("chunked", p99), ("chunked", wait), ("whole", wait)
-    claim("33", words, *(ms(*one) for one in ways))
-    words = r"([\d,]+) ms with chunks of 128, ([\d,]+) ms .* of 32, .*\(([\d.]+) ms against ([\d.]+)\)"
-    values = [ms(f"chunks of {n}", wait) for n in (128, 32)]
-    claim("33", words, *values, *(ms(f"chunks of {n}", "itl_beside_p50_s") for n in (32, 128)))
-    apart = [ms(way, "itl_apart_p50_s") for way in ("chunks of 32", "whole")]
-    words = r"shorter than usual, ([\d.]+) ms: .*\(([\d.]+) ms against about ([\d.]+)\)"
-    claim("33", words, ms("whole", "itl_beside_p50_s"), *apart)
-    assert ms("whole", p99) > ITL_MS > ms("chunked", p99)
-    assert ms("chunked", wait) < TTFT_MS < ms("chunks of 128", wait)
-    saved = [100 * (1 - ms(f"joined, {way}", wait) / ms(way, wait)) for way in ("chunked", "chunks of 32")]
-    claim("33", r"the prompt waits (\d+) to (\d+) % less", *saved)
-    assert 5.5 < ms("whole", wait) / ms("whole", "itl_beside_mean_s") < 6.5
-
-
-# 34
-
-
-both_ways = load_exhibit("both_ways")
-FOUND = both_ways.recorded(find())["gpt2"]
-SLOWER = {
-    (rows, tokens): 100 * (joined / apart - 1)
-    for rows, tokens, apart, joined, _ in both_ways.beside_rows(FOUND)
-}
-
-
-spared = load_exhibit("spared_passes")
-GEMMS_US = spared.recorded_products()
-
-
-def test_products_take_what_is_said_by_rows():
+def test_gemms_take_what_is_said_by_rows():
+    us = gemm_times.recorded_gemms()
     words = r"nearly the same time, .* 512 rows take less than a third more\. .* half as long again as 1,024"
-    said(prose("34"), f"Up to 256 rows the library's GEMMs take {words}")
-    assert max(us for rows, us in GEMMS_US.items() if rows <= 256) < 1.2 * GEMMS_US[1]
-    assert GEMMS_US[512] < GEMMS_US[1] * 4 / 3 and abs(GEMMS_US[2048] / GEMMS_US[1024] - 1.5) < 0.05
+    said(prose("33"), f"Up to 256 rows the GEMMs take {words}")
+    assert max(one for rows, one in us.items() if rows <= 256) < 1.2 * us[1]
+    assert us[512] < us[1] * 4 / 3 and abs(us[2048] / us[1024] - 1.5) < 0.05
 
 
-def test_there_is_little_to_save_in_joined_passes():
-    w8 = arrivals.arrivals_of(arrivals.streaming_options(arrivals.WORKLOAD, 512))
-    steps = spared.taken_by(w8, together=256)
-    run_s, step_s = (find().value("W8", "split_kv", name) for name in ("total_time_s", "decode_step_p50_s"))
-    saved = 100 * spared.saved_us(steps) / 1e6 / run_s
-    larger = sum(rows > 0 and tokens > 1024 for rows, tokens in steps)
-    words = r"3 to 10 %: joining the GEMMs alone would save (\d+) % .* The run's (\d+) larger prefills"
-    claim("34", words, saved, larger)
-    said(prose("34"), "Only a fifth of W8's steps meet prompts, and GEMMs are a quarter of a decode step")
-    assert abs(sum(spared.joins(*step) for step in steps) / len(steps) - 1 / 5) < 0.02
-    assert abs(GEMMS_US[256] / 1e6 / step_s - 1 / 4) < 0.05
+def test_goodput_by_chunk_size_is_what_was_recorded():
+    claim("33", r"Capacity, .* is (\d+) requests per second", FIGURES["capacity_req_s"])
+    words = r"capacity, (\d+) requests .* of 512 tokens, (\d+) with 2,048, (\d+) .*?, and ([\d.]+) with"
+    claim("33", words, *(good(0.95, chunk) for chunk in (512, 2048, None, 128)))
+    claim("33", r"limits for (\d+) times as many requests as", good(0.95, 512) / good(0.95, None))
+    claim("33", r"half of the requests wait ([\d.]+) s or longer", CELLS[0.95, 128, "apart"]["ttft_p50_s"])
+    assert CELLS[0.95, 128, "apart"]["itl_p99_s"] < ITL_S / 3
+    said(prose("33"), "At half of the capacity any chunks will do, and whole prompts lose a sixth")
+    whole, *chunked = (good(0.5, chunk) for chunk in budgets.CHUNKS)
+    assert min(chunked) > 0.95 * max(chunked) and abs(whole / max(chunked) - 5 / 6) < 0.01
 
 
-def test_a_joined_step_is_slower_by_what_was_recorded():
-    own = [one for (rows, _), one in SLOWER.items() if rows >= 64]
-    for words, found in (
-        (r"with one prompt in it takes (\d+) to (\d+) % longer", SLOWER.values()),
-        (r"at every size: (\d+) to (\d+) % slower", SLOWER.values()),
-        (r"the step takes (\d+) to (\d+) % longer although", own),
-    ):
-        claim("34", words, min(found), max(found))
-    assert min(SLOWER.values()) > 0
+def test_the_best_chunk_size_follows_from_the_limit():
+    said(prose("33"), "of 512 tokens are best up to a limit of 15 ms, and 2,048 from 20 ms on\\.")
+    said(prose("33"), "With 50 ms, whole prompts do as well; .* Chunks of 128 are nowhere best\\.")
+    limits = budgets.ITL_LIMITS_S
+    assert [best(0.95, itl_s=limit) for limit in limits] == [512 if s <= 0.015 else 2048 for s in limits]
+    assert good(0.95, None, itl_s=0.05) > 0.99 * good(0.95, 2048, itl_s=0.05)
+    assert 128 not in {best(*one) for one in product(budgets.SHARES, budgets.WAYS, limits)}
 
 
-def test_a_long_prompts_waits_are_those_recorded_and_overlap():
-    waits = {
-        (way, kind): [run["long_prompt_ttft_s"] * 1e3 for run in FOUND["long_prompt"][way][kind]["repeats"]]
-        for way in ("apart", "joined")
-        for kind in ("chunked", "whole")
-    }
-    values = [median(waits[way, kind]) for kind in ("chunked", "whole") for way in ("joined", "apart")]
-    words = r"\(([\d.]+) against ([\d.]+) ms in chunks, ([\d.]+) against ([\d.]+) ms whole\)"
-    claim("34", words, *values)
-    claim("34", r"one joined run waited ([\d.]+) ms", max(wait for runs in waits.values() for wait in runs))
-    assert all(max(waits["joined", k]) > min(waits["apart", k]) for k in ("chunked", "whole"))
-    assert both_ways.verdict_of(FOUND).sign == 0
+def test_the_simulation_names_the_best_sizes_and_promises_what_is_said():
+    """The notebook simulates them whenever it runs."""
+    names = {chunk: f"{chunk:,}" if chunk else "whole" for chunk in budgets.CHUNKS}
+    made = {chunk: table_row("33", f"{name}, simulated") for chunk, name in names.items()}
+    said(prose("33"), "names the best size at 80 and at 95 %")
+    for i, share in enumerate(budgets.SHARES[1:], 1):
+        assert max(made, key=lambda chunk: made[chunk][i]) == best(share)
+    claim("33", r"(\d+) requests per second with 2,048 tokens, and (\d+) with", made[2048][2], made[None][2])
+
+
+def test_joined_prompts_have_sooner_first_tokens_and_goodput_as_recorded():
+    ms = {cell: one["ttft_p50_s"] * 1e3 for cell, one in CELLS.items()}
+    pairs = list(product(budgets.SHARES, budgets.CHUNKS))
+    saved = [100 * (1 - ms[*pair, "joined"] / ms[*pair, "apart"]) for pair in pairs]
+    assert len(pairs) == 12 and said(prose("33"), "sooner in all twelve pairs of runs") == ()
+    for words in (r"first token comes (\d+) to (\d+) % sooner \|", r"comes (\d+) to (\d+) % sooner in all"):
+        claim("33", words, min(saved), max(saved))
+    words = r"after ([\d.]+) ms instead of ([\d.]+) with .*: (\d+) against (\d+) in the same pair"
+    first = [ms[0.95, 2048, way] for way in ("joined", "apart")]
+    claim("33", words, *first, *(good(0.95, 2048, way) for way in ("joined", "apart")))
+    words = r"hardly changes, ([\d.]+) against ([\d.]+)\."
+    claim("33", words, *(good(0.95, best(0.95), way) for way in ("joined", "apart")))
+    words = r"Once it is lower, (\d+) against (\d+) at 80 % .* 20 ms it is (\d+) against (\d+)\."
+    claim("33", words, *(good(0.8, 512, way, itl_s=s) for s in (ITL_S, 0.02) for way in ("joined", "apart")))
+    lower = [pair for pair in pairs if good(*pair, "joined") < good(*pair)]
+    assert lower == [(0.8, 512)]
 
 
 # 36

@@ -52,11 +52,9 @@ def test_a_record_tells_the_model_that_was_measured_and_the_size_and_one_of_pyth
             "rung 'persistent_kernel': exhibit='persistent_layers' cannot run a model of family qwen3",
         ),
         ("bookkeeping autotune", "autotune needs a GPU"),
-        ("one_pass --repeats=0", "'0'"),
-        ("long_prompt --model=rose-tiny", "a long prompt needs 16001 positions; the model has 512"),
+        ("first_request --repeats=0", "'0'"),
         ("chunk_budget --size=full --model=gpt2", "chunk_budget needs 4608 positions; the model has 1024"),
         ("prompt_attention --model=mistralai/Mistral-7B-v0.1", "a window of 4096 tokens"),
-        ("long_prompt --chunks=1,0", "'0' is not a whole number"),
         ("sampling_steps --model=nobody/knows", "nobody/knows"),
         ("all_reduce --all-reduce=ring", "'ring' is unknown; use library, one_shot"),
         ("all_reduce --ranks=1", "--ranks"),
@@ -75,12 +73,12 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anything_runs(asked,
 
 def test_an_installed_package_tells_in_one_line_that_others_need_a_checkout(tmp_path):
     (tmp_path / "rosellm").symlink_to(Path(measure.__file__).parents[1])
-    command = [sys.executable, "-m", "rosellm.lab.measure", "one_pass"]
+    command = [sys.executable, "-m", "rosellm.lab.measure", "chunk_budget"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "'one_pass' is unknown" in done.stderr and "from a checkout of RoseLLM" in done.stderr
+    assert "'chunk_budget' is unknown" in done.stderr and "from a checkout of RoseLLM" in done.stderr
 
 
 def test_records_are_measured_without_the_packages_of_notebooks():
@@ -137,8 +135,8 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
 @pytest.mark.parametrize(
     ("given", "model", "load_format", "folder"),
     [
-        ("arrivals", "rose-tiny", "auto", "rose-tiny"),
-        ("arrivals --size full", "gpt2", "dummy", "."),
+        ("first_request", "rose-tiny", "auto", "rose-tiny"),
+        ("first_request --size full", "gpt2", "dummy", "."),
         ("W1-dense --size full --model Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "dummy", "Qwen3-0.6B"),
         ("D1 --size full", "Qwen/Qwen3-0.6B", "dummy", "Qwen3-0.6B"),
         ("sampling_steps --size full", "gpt2", "dummy", "gpt2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -71,26 +70,21 @@ def greedy_job(engine: Engine, requests: Sequence[Arrival], config: SchedulerCon
     return Job(engine, prompts, params, config)
 
 
-def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
+def live_run(engine: Engine, options: Sequence[str]) -> dict[str, Any]:
     """Run ``benchmark_streaming`` once on ``engine``, and return its figures.
 
     options: as from :func:`streaming_options`.
-    limits_s: goodput's limits on TTFT and ITL in seconds; infinity for no limit.
     """
-    limits = zip(("--ttft-limit-ms", "--itl-limit-ms"), limits_s, strict=True)
-    own = [f"{name}={seconds * 1e3}" for name, seconds in limits if seconds < math.inf]
-    asked = BENCHMARK.parse_options([*options, *own])
+    asked = BENCHMARK.parse_options(list(options))
     (run,) = BENCHMARK.runs(asked).values()
     prompts = make_prompts(asked, engine.config.vocab_size)
     return run(Job(engine, prompts, request_params(asked), scheduler_config(asked)))
 
 
-def watched_run(
-    engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
-) -> tuple[dict[str, Any], list[Begun]]:
+def watched_run(engine: Engine, options: Sequence[str]) -> tuple[dict[str, Any], list[Begun]]:
     """Return the figures of :func:`live_run`, and the steps that the engine ran."""
     with watched(engine) as steps:
-        return live_run(engine, options, limits_s), steps
+        return live_run(engine, options), steps
 
 
 def times_of(engine: Engine, *runs: list[Begun]) -> ServingTimes:

@@ -46,8 +46,8 @@ ACTS = (
     ),
     Act(
         "Serving",
-        "Determinism, failures, sampling, the first request, arrivals, shared prompts, speculation.",
-        ("23", "24", "31", "32", "33", "34", "38", "39"),
+        "Determinism, failures, sampling, the first request, load, shared prompts, speculation.",
+        ("23", "24", "31", "32", "33", "38", "39"),
     ),
     Act("More GPUs", "Sharing a model, replicas, planning.", ("35", "36", "37")),
     Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
@@ -55,7 +55,7 @@ ACTS = (
 
 TO_THE_KERNEL = "no_mask", "triton_append", "full_batch", "identity_pos"
 KEPT = "mutable_block_info", "resident_tables", "one_table"
-LONGER_NAMES = {"paged": "paged_attention"}
+LONGER_NAMES = {"paged": "paged_attention", "one_pass": "arrivals"}
 LONGER_NAMES |= dict.fromkeys(TO_THE_KERNEL, "what_the_kernel_knows")
 LONGER_NAMES |= dict.fromkeys(KEPT, "what_python_keeps")
 LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")

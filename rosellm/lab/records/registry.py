@@ -31,7 +31,7 @@ def _exhibits(*names: str) -> list[ModuleType]:
 
 SHOWN = _exhibits(
     *("bookkeeping", "launch_costs", "grid", "lengths", "robustness", "sampling_steps", "prompt_attention"),
-    *("first_request", "arrival_runs", "one_pass_runs", "chunk_budget", "shared_prompts", "plain_loop_runs"),
+    *("first_request", "chunk_budget", "shared_prompts", "plain_loop_runs"),
 )
 ROOMS = (runs, recordings, *SHOWN, llama_1b_protocol, versions, all_reduce, two_gpus, rank_steps)
 EXPERIMENTS = {one.name: one for room in ROOMS for one in room.EXPERIMENTS}

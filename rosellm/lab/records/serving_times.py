@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from statistics import mean
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -67,16 +67,6 @@ class ServingTimes:
     host_s: tuple[float, ...]
     prefill_s: Coefficients
     run_ahead: int = 0
-
-    @classmethod
-    def from_dict(cls, figures: dict[str, Any]) -> ServingTimes:
-        """Load from the result of :meth:`as_dict`, also after it was stored as JSON."""
-        lists = {name: tuple(figures[name]) for name in ("rows", "host_s", "prefill_s")}
-        decode_s = tuple((one[0], one[1], one[2]) for one in figures["decode_s"])
-        return cls(**lists, decode_s=decode_s, run_ahead=figures["run_ahead"])
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def decode(self, rows: int, cached: int, longest: int) -> float:
         """Return the seconds of a decode step, with the arguments of :meth:`StepTimes.decode`."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rosellm.bench.arrivals import Arrival
+from rosellm.bench.benchmark_streaming import run_streaming
+from rosellm.lab.records.arrivals import greedy_job
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, fitted
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from tests.helpers import generate, random_model, random_prompts, small_engine
 
 TIMES = ServingTimes(
@@ -73,7 +75,12 @@ def test_the_times_of_a_streaming_engine_are_measured_at_each_batch_size() -> No
     tokenizer = load_dummy_tokenizer(gpt.config)
     engine = Engine(gpt, tokenizer, recipe="packed_prefill", max_batch_size=4)
     requests = [Arrival(0.0, 4 + 3 * i, 8) for i in range(6)]
-    times = load_exhibit("arrival_runs").measure_serving_times(engine, requests, (1, 4))
+    runs = []
+    for rows in (1, 4):
+        with watched(engine) as steps:
+            run_streaming(greedy_job(engine, 3 * rows * requests, SchedulerConfig(max_batch_size=rows)))
+        runs.append(steps)
+    times = fit_serving_times(engine, runs, (1, 4))
     assert times.rows == (1, 4) and times.run_ahead == 0  # on a CPU a step ends as it begins
     assert all(0 < times.decode(rows, 10 * rows, 12) < 1 for rows in (1, 3, 4))
     assert 0 < times.prefill(1, 10) < 1
