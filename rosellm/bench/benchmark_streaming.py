@@ -34,9 +34,9 @@ from rosellm.bench.arrivals import (
     submit_by_deadline,
 )
 from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
-from rosellm.bench.options import MOST_TOKENS, count, counts, number
+from rosellm.bench.options import MOST_TOKENS, count, number
 from rosellm.bench.record import distribution, request_figures, run_figures
-from rosellm.command_line import INT32_MAX, command
+from rosellm.command_line import command
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -143,8 +143,6 @@ def _add_options(parser: ArgumentParser) -> None:
     more = "one more request, of this many prompt tokens and one new, joins the others"
     add_one("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
     add("--long-prompt-after-ms", **ms, default=500.0, help="delay of that request after the others")
-    sizes = "other sizes of --prefill-chunk to compare; none by default"
-    add("--long-prompt-chunks", **counts((), INT32_MAX), help=sizes)
     add("--ttft-limit-ms", **ms, help="goodput: the latest first token")
     add("--itl-limit-ms", **ms, help="goodput: the longest gap between tokens")
 
@@ -168,8 +166,7 @@ def _runs(options: Namespace) -> dict[str, Run]:
     )
     if not options.trace:
         return {"streaming": run}
-    chunks = {f"chunks of {n}": n for n in options.long_prompt_chunks}
-    ways = {"chunked": options.prefill_chunk, **chunks, "whole": None}
+    ways = {"chunked": options.prefill_chunk, "whole": None}
     return {way: partial(_run_in_chunks, run, chunk) for way, chunk in ways.items()}
 
 

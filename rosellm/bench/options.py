@@ -27,7 +27,7 @@ NOT_IN_RECORDS = ("json", "output", "workload", "hf_model_id", "preset")
 FREE = {
     *("json", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
     *("rung", "paged_attn", "cuda_graph", "ttft_limit_ms", "itl_limit_ms"),
-    *("long_prompt_after_ms", "long_prompt_chunks"),
+    "long_prompt_after_ms",
 }
 
 
