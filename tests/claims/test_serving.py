@@ -40,9 +40,12 @@ def test_goodput_by_chunk_size_is_what_was_recorded():
     claim("33", r"Capacity, .* is (\d+) requests per second", FIGURES["capacity_req_s"])
     words = r"capacity, (\d+) requests .* of 512 tokens, (\d+) with 2,048, (\d+) .*?, and ([\d.]+) with"
     claim("33", words, *(good(0.95, chunk) for chunk in (512, 2048, None, 128)))
+    right = CELLS[0.95, 512, "apart"]
+    said(prose("33"), "With 512, that is every request")
+    assert good(0.95, 512) * right["total_time_s"] == right["requests"]
     claim("33", r"limits for (\d+) times as many requests as", good(0.95, 512) / good(0.95, None))
     small = CELLS[0.95, 128, "apart"]
-    words = r"serve only (\d+) requests per second, more arrive, and half of them wait ([\d.]+) s or longer"
+    words = r"serve only (\d+) requests per second\. .* half of them wait ([\d.]+) s or longer"
     claim("33", words, small["requests"] / small["total_time_s"], small["ttft_p50_s"])
     assert small["itl_p99_s"] < ITL_S / 3
     said(prose("33"), "At half of the capacity any chunks will do, and whole prompts lose a sixth")
@@ -63,7 +66,7 @@ def test_the_simulation_names_the_best_sizes_and_promises_what_is_said():
     """The notebook simulates them whenever it runs."""
     names = {chunk: f"{chunk:,}" if chunk else "whole" for chunk in budgets.CHUNKS}
     made = {chunk: table_row("33", f"{name}, simulated") for chunk, name in names.items()}
-    said(prose("33"), "names the best size at 80 and at 95 %")
+    said(prose("33"), "picks the best size at 80 and at 95 %")
     for i, share in enumerate(budgets.SHARES[1:], 1):
         assert max(made, key=lambda chunk: made[chunk][i]) == best(share)
     claim("33", r"(\d+) requests per second with 2,048 tokens, and (\d+) with", made[2048][2], made[None][2])
@@ -81,7 +84,7 @@ def test_joined_prompts_have_sooner_first_tokens_and_goodput_as_recorded():
     claim("33", words, *first, *(good(0.95, 2048, way) for way in ("joined", "apart")))
     words = r"hardly changes, ([\d.]+) against ([\d.]+)\."
     claim("33", words, *(good(0.95, best(0.95), way) for way in ("joined", "apart")))
-    words = r"Once it is lower, (\d+) against (\d+) at 80 % .* 20 ms it is (\d+) against (\d+)\."
+    words = r"it is lower: (\d+) against (\d+), at 80 % .* 20 ms, that cell becomes (\d+) against (\d+)\."
     claim("33", words, *(good(0.8, 512, way, itl_s=s) for s in (ITL_S, 0.02) for way in ("joined", "apart")))
     lower = [pair for pair in pairs if good(*pair, "joined") < good(*pair)]
     assert lower == [(0.8, 512)]
