@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -146,3 +147,13 @@ def test_a_loop_that_was_closed_holds_up_no_other(llm, texts):
         loop.run_until_complete(anext(pieces))
         loop.close()
         assert manager.result(manager.add_request(PROMPTS[1], GREEDY), 60).text == texts[1]
+
+
+def test_a_loop_that_was_closed_is_forgotten(llm, texts):
+    async def main() -> str:
+        return "".join([piece async for piece in manager.stream(PROMPTS[0], GREEDY)])
+
+    with StreamingManager(llm) as manager:
+        assert [asyncio.run(main()) for _ in range(3)] == [texts[0]] * 3
+        gc.collect()
+        assert len(manager._mailboxes) <= 1  # the worker may still have the last

@@ -24,21 +24,24 @@ class Mailbox:
     Pieces that arrive while the loop is busy wait, and a coroutine receives all of its own at once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(self) -> None:
         self._lock = Lock()
         self._new: list[tuple[CoroutineInbox, str | None]] = []
         self._is_awaited = False  # a callback that will take the new pieces is scheduled
 
-    def put_all(self, pieces: list[tuple[CoroutineInbox, str | None]]) -> None:
-        """Add the pieces of a step, from the worker's thread."""
+    def put_all(
+        self, loop: asyncio.AbstractEventLoop, pieces: list[tuple[CoroutineInbox, str | None]]
+    ) -> None:
+        """Add the pieces of a step, from the worker's thread; ``loop`` is not kept, so it can be freed."""
+        if loop.is_closed():  # there is no reader
+            return self._new.clear()
         with self._lock:
             self._new += pieces
             if self._is_awaited:
                 return
             self._is_awaited = True
-        with suppress(RuntimeError):  # the loop is closed: there is no reader
-            self.loop.call_soon_threadsafe(self._deliver)
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:

@@ -350,9 +350,7 @@ class StreamingManager:
     def _send_mail(self) -> None:
         while self._mail:
             loop, pieces = self._mail.popitem()
-            if loop not in self._mailboxes:
-                self._mailboxes[loop] = Mailbox(loop)
-            self._mailboxes[loop].put_all(pieces)
+            self._mailboxes.setdefault(loop, Mailbox()).put_all(loop, pieces)
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
         """Yield at most ``ORDERS_A_STEP`` incoming orders; wait for the first if no request is running.
