@@ -194,7 +194,7 @@ class SamplingParams:
         one = type(self).__dataclass_fields__.get(name)
         if one is None:
             raise SamplingError(f"SamplingParams has no {name!r}")
-        if value is not None or not one.metadata["optional"]:
+        if "checked" in one.metadata and (value is not None or not one.metadata["optional"]):
             try:
                 value = one.metadata["checked"](value)
             except ValueError as allowed:

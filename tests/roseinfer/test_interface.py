@@ -201,6 +201,15 @@ def test_parameters_can_be_changed_copied_and_made_from_optional_values_and_numb
         run(llm, "hello", other)
 
 
+def test_a_subclass_of_the_parameters_may_have_more_fields(llm):
+    @dataclasses.dataclass
+    class Named(SamplingParams):
+        name: str = ""
+
+    own = Named(temperature=0.0, max_tokens=5, name="first")
+    assert own.clone().name == "first" and run(llm, "hello", own) == run(llm, "hello")
+
+
 def test_a_seed_of_the_llm_makes_calls_repeatable(checkpoint):
     first, second = (run(made(checkpoint, seed=4), ["hello"] * 3, SamplingParams()) for _ in range(2))
     assert first == second and len({tuple(o.token_ids) for o in first}) > 1
