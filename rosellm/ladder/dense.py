@@ -257,9 +257,10 @@ class Dense:
     def _penalised(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         entries = np.stack([dense_entries(s, logits.shape[1]) for s in sequences])
         params = [s.params for s in sequences]
-        by = torch.tensor([[p.repetition, p.presence_penalty, p.frequency_penalty] for p in params])
+        floats = [[p.repetition, p.presence_penalty, p.frequency_penalty] for p in params]
+        by = torch.tensor(floats, dtype=torch.float32)
         words = torch.from_numpy(entries).to(logits.device)
-        return penalised_ref(logits, words, *by.float().to(logits.device).unbind(1))
+        return penalised_ref(logits, words, *by.to(logits.device).unbind(1))
 
     def _give_logprobs(self, logits: Tensor, tokens: Tensor, sequences: list[Sequence]) -> None:
         """Give the logprobs of the new tokens to the sequences that request them."""

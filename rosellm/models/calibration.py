@@ -32,7 +32,7 @@ def windows_of(texts: Any, tokenizer: Tokenizer, length: int) -> list[Tensor]:
     several = [texts] if isinstance(texts, str) else texts
     if not isinstance(several, (list, tuple)) or not all(isinstance(text, str) for text in several):
         raise OptionError(f"calibration is {describe(texts)}; give a text or a list of texts")
-    wholes = [torch.tensor(ids) for ids in tokenizer.encode_many(several) if ids]
+    wholes = [torch.tensor(ids, device="cpu") for ids in tokenizer.encode_many(several) if ids]
     if not wholes:
         raise OptionError("calibration has no text")
     return [window for whole in wholes for window in whole.split(min(WINDOW, length))]
@@ -64,7 +64,10 @@ def calibrated(plain: Transformer, windows: list[Tensor], device: torch.device) 
         attends.append(model.positioned(positions, causal))
     for quantised, held in zip(model.blocks, plain.blocks, strict=True):
         block = deepcopy(held).to(device)
-        squares = {name: torch.zeros(k, k, device=device) for name, (_, k) in config.shapes.items()}
+        squares = {
+            name: torch.zeros(k, k, dtype=torch.float32, device=device)
+            for name, (_, k) in config.shapes.items()
+        }
         for name, total in squares.items():
             getattr(block, name).register_forward_pre_hook(partial(_add_squares, total))
         hidden = [block(x, attend) for x, attend in zip(hidden, attends, strict=True)]

@@ -324,7 +324,7 @@ def full(x: AnyWeight | AnyRows | AnyHeads) -> Tensor:
 def rounded_heads(heads: Tensor, form: str) -> Tensor:
     """Return heads ``[..., D]`` as they would be read from a cache of a format, in their dtype."""
     codes = torch.empty_like(heads, dtype=CODES[form])
-    held = QuantizedHeads(codes, torch.empty(*heads.shape[:-1], device=heads.device), heads.dtype)
+    held = QuantizedHeads(codes, heads.new_empty(heads.shape[:-1], dtype=torch.float32), heads.dtype)
     held[...] = heads
     return held.dequantized().to(heads.dtype)
 
@@ -344,7 +344,7 @@ def empty_weight(n: int, k: int, form: str, device: torch.device, dtype: torch.d
         codes = torch.zeros(n, k // 2, dtype=torch.uint8, device=device)
         return GroupedWeight(codes, torch.ones(k // GROUP, n, dtype=dtype, device=device))
     codes = torch.zeros(n, k, dtype=CODES[form], device=device)
-    return QuantizedWeight(codes, torch.ones(n, device=device))
+    return QuantizedWeight(codes, torch.ones(n, dtype=torch.float32, device=device))
 
 
 def bytes_per_weight(form: str, dtype: torch.dtype) -> float:

@@ -63,7 +63,9 @@ class Rope:
         The frequencies are computed in fp32, as in training.
         """
         if self.rope_type == "default":
-            return 1.0 / self.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+            return 1.0 / self.rope_theta ** (
+                torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+            ), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: the import is slow
 
         config = SimpleNamespace(
@@ -72,7 +74,7 @@ class Rope:
             num_attention_heads=1,
             standardize_rope_params=lambda: None,
         )
-        return ROPE_INIT_FUNCTIONS[self.rope_type](config)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"))
 
 
 class Rotary(NamedTuple):

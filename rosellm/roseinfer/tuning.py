@@ -179,7 +179,7 @@ class _Steps:
         self.worker, blocks = worker, worker.blocks
         self.state = DeviceState(worker.n_rows, worker.state.table.shape[1], worker.device)
         self.state.positions.fill_(min(CONTEXT, worker.longest - 1))
-        ids = torch.arange(self.state.table.numel()) % blocks.max_blocks_per_layer
+        ids = torch.arange(self.state.table.numel(), device=worker.device) % blocks.max_blocks_per_layer
         self.state.table.copy_(ids.view(self.state.table.shape))
 
     def run(self, layers: Layers, rows: int, n_layers: int | None = None) -> Tensor:

@@ -266,7 +266,9 @@ def choose_filtered(
     sizes = Sizes(tiles.width, next_power_of_2(n_tiles))
     n_chunks = cdiv(n_tiles, sizes.CHUNK // tiles.width)
     room = max(1, n_tiles // sizes.COPIED) * tiles.width
-    sums, copies = (torch.empty(rows, n, device=device) for n in (sizes.DRAWS * n_chunks, room))
+    sums, copies = (
+        torch.empty(rows, n, device=device, dtype=torch.float32) for n in (sizes.DRAWS * n_chunks, room)
+    )
     listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))
     _choose_filtered_kernel[(rows, splits(rows, n_chunks, device))](
         tiles[:6], listed, sums, copies, copied, settings_of(state), n_tiles, sizes,

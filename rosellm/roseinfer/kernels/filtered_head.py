@@ -228,10 +228,12 @@ def filtered_tiles(
     operands, constants, options = head_launch(hidden, weight, shape, dependent, **most_rows)
     block_m, block_n = constants["BLOCK_M"], constants["BLOCK_N"]
     n_tiles = cdiv(vocab, block_n)
-    values, maxima, masses = (torch.empty(rows, n_tiles, device=device) for _ in range(3))
+    values, maxima, masses = (
+        torch.empty(rows, n_tiles, device=device, dtype=torch.float32) for _ in range(3)
+    )
     indices = torch.empty(rows, n_tiles, device=device, dtype=torch.int32)
     arrived = torch.empty(rows, device=device, dtype=torch.int32)
-    logits = torch.empty(rows, n_tiles * block_n, device=device)
+    logits = torch.empty(rows, n_tiles * block_n, device=device, dtype=torch.float32)
     tiles = values, indices, maxima, masses, logits, arrived
     penalties = state.counts, state.repetition, state.presence, state.frequency
     table = indices if counts is None else counts

@@ -219,7 +219,7 @@ def best_tokens(
     rows, vocab, device = len(hidden), len(weight), hidden.device
     operands, constants, options = head_launch(hidden, weight, shape, dependent)
     tiles = cdiv(vocab, constants["BLOCK_N"])
-    values = torch.empty(rows, tiles, device=device)
+    values = torch.empty(rows, tiles, device=device, dtype=torch.float32)
     indices = torch.empty(rows, tiles, device=device, dtype=torch.int32)
     state = temperature, seeds, positions
     strides = positions.stride(0), seeds.stride(0)

@@ -143,7 +143,7 @@ def store_likely(
     n, size = logits.shape
     tiles = cdiv(size, TILE)
     keys = torch.empty(n, tiles, dtype=torch.int64, device=logits.device)
-    masses = torch.empty(n, tiles, device=logits.device)
+    masses = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
     numbers = torch.empty(n, tiles, dtype=torch.int32, device=logits.device)
     found, sizes = (keys, masses, numbers), (logits.stride(0), tokens.stride(0), size, tiles)
     _tile_maxima_kernel[(n, tiles)](logits, tokens, slots, *found, *sizes, TILE=TILE)

@@ -137,7 +137,7 @@ def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Te
     The hashed words are the same; logarithms may differ in their last bits. seeds and positions may have any
     stride and must be on the device where Triton runs.
     """
-    out = torch.empty(len(seeds), vocab_size, device=seeds.device)
+    out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
     grid = (len(seeds), cdiv(vocab_size, COLUMNS))
     strides = seeds.stride(0), positions.stride(0)
     _gumbel_noise_kernel[grid](out, seeds, positions, *strides, vocab_size, COLUMNS=COLUMNS)

@@ -150,7 +150,7 @@ def empty_rows(x: Tensor, width: int, form: RowFormat) -> tuple[QuantizedRows, d
     """Return uninitialised rows of ``width`` elements, as many as x has, and constants of ``store_codes``."""
     dtype = CODES[form.name]
     codes = torch.empty(len(x), form.digits, width, dtype=dtype, device=x.device)
-    rows = QuantizedRows(codes, torch.empty(len(x), device=x.device), x.dtype)
+    rows = QuantizedRows(codes, torch.empty(len(x), dtype=torch.float32, device=x.device), x.dtype)
     return rows, {"DIGITS": form.digits, "FINER": FINER[dtype]}
 
 

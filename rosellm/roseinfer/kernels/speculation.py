@@ -127,13 +127,15 @@ def propose_ref(
             drafts = written if shortest is None else drafts_after(text, most, shortest)
             counts[row] += len(drafts)
             wide[row, 1 : counts[row], TOKEN] = drafts
-            wide[row, 1 : counts[row], POSITION] = position + 1 + torch.arange(len(drafts)).int()
+            wide[row, 1 : counts[row], POSITION] = (
+                position + 1 + torch.arange(len(drafts), device="cpu").int()
+            )
             wide[row, 1 : counts[row], TEMPERATURE] = state.rows[row, TEMPERATURE]
             if state.counts[row] > 0:
                 first = 1 + verified.copies + row * (k + 1)
-                wide[row, 1 : counts[row], COUNTS] = first + torch.arange(1, counts[row]).int()
+                wide[row, 1 : counts[row], COUNTS] = first + torch.arange(1, counts[row], device="cpu").int()
     if verified.columns is not None:
-        own, starts = torch.tensor(counts, dtype=torch.int32), state.positions.clamp_min(0)
+        own, starts = torch.tensor(counts, dtype=torch.int32, device="cpu"), state.positions.clamp_min(0)
         _fill_columns(verified.columns.view(COLUMNS, rows, verified.pieces), own, starts, k + 1)
 
 
@@ -168,7 +170,7 @@ def drafts_after(text: Tensor, most: int, shortest: int = SHORTEST) -> Tensor:
     if not last or (longest := int(length.max())) < shortest:
         return text[:0]
     end = int((length == longest).nonzero()[-1])
-    return text[end + 1 + torch.arange(most) % (last - end)]
+    return text[end + 1 + torch.arange(most, device=text.device) % (last - end)]
 
 
 def chosen_ref(values: Tensor | None, indices: Tensor) -> Tensor:
@@ -195,12 +197,12 @@ def accept_ref(
     drafts, places = (x.view(rows, k + 1) for x in (verified.state.tokens, verified.state.positions))
     positions, stops = state.positions[:, None], state.stops[:, None]
     stopped = (chosen == stops) | ((stops >= 0) & torch.isin(chosen, state.stop_tokens))
-    each = positions + torch.arange(k + 1)
+    each = positions + torch.arange(k + 1, device="cpu")
     ended = stopped | (each + 2 >= state.limits[:, None]) | (chosen < 0)
     follows = (places[:, 1:] >= 0) & (chosen[:, :-1] == drafts[:, 1:]) & ~ended[:, :-1]
     counts = 1 + follows.int().cumprod(dim=1).sum(dim=1)  # [R]
     live = state.positions >= 0
-    i, row = torch.arange(k + 1), torch.arange(rows)
+    i, row = (torch.arange(n, device="cpu") for n in (k + 1, rows))
     given = chosen.gather(1, (counts[:, None] - 1 - i).clamp_min(0))
     given = torch.where(live[:, None] & (i < counts[:, None]), given, INERT)
     state.planes[i[:, None], state.rounds.long(), row] = given.T.to(state.planes.device)

@@ -61,7 +61,9 @@ class Collectives:
         if device.type == "cuda":
             self._on_device = _nccl(dist.PrefixStore("nccl", store), part)
             self._stream = torch.cuda.current_stream(device)
-            self.summed(torch.zeros(1, device=device))  # creates the communicator before any capture
+            self.summed(
+                torch.zeros(1, dtype=torch.float32, device=device)
+            )  # creates the communicator before any capture
             torch.cuda.synchronize(device)
 
     def summed(self, x: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Collectives:
         """Return the minimum of the ranks' numbers, exchanged through gloo on the host."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        numbers = torch.tensor([number])
+        numbers = torch.tensor([number], device="cpu")
         _wait(self._gloo.allreduce([numbers], options))
         return int(numbers)
 

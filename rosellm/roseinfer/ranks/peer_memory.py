@@ -73,7 +73,7 @@ def share_files(store: dist.Store, part: Part, n_bytes: int, met: Callable[[], o
         met()
     finally:
         os.unlink(path)
-    addresses = torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64)
+    addresses = torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64, device="cpu")
     return PeerMemory(part, mapped[part.rank], addresses, mapped)
 
 
@@ -101,7 +101,7 @@ def share_gpus(
     weakref.finalize(own, _close, bases, own.device).atexit = False
     addresses = [base + int(offset) for base, (offset, _) in zip(bases, others, strict=True)]
     addresses.insert(part.rank, own.data_ptr())
-    zeros = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True)
+    zeros = torch.zeros(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return PeerMemory(part, own, torch.tensor(addresses, device=device), zeros=zeros)
 
 

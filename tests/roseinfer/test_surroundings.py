@@ -1,0 +1,60 @@
+"""An engine in a program that changes torch's defaults."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import rosellm
+from rosellm import LLM, SamplingParams
+
+OF_INTEGERS = {"torch.arange", "torch.tensor"}  # as they are used
+MAKERS = {f"torch.{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")} | OF_INTEGERS
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    """Set torch's default dtype and device."""
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def generated(**options) -> list[tuple[list[int], float]]:
+    llm = LLM(device="cpu", max_batch_size=4, num_kv_blocks=32, **options)
+    outputs = llm.generate(["import os\n", "def main("], GREEDY, use_tqdm=False)
+    return [(one.token_ids, one.cumulative_logprob) for one in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "rose-tiny-qwen3", "speculation": "ngram"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],
+    ids=["rotary_and_drafts", "quantised"],
+)
+def test_outputs_do_not_depend_on_the_default_dtype_and_device(options):
+    wanted = generated(**options)
+    with defaults(torch.bfloat16, "meta"):
+        assert generated(**options) == wanted
+
+
+def test_every_tensor_of_an_engine_names_its_device_and_its_dtype_unless_of_integers():
+    """Most tensors that kernels write are made on GPUs only."""
+    package, found = Path(rosellm.__file__).parent, []
+    for path in [*package.glob("roseinfer/**/*.py"), *package.glob("models/**/*.py")]:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in (one for one in calls if ast.unparse(one.func) in MAKERS):
+            named = {keyword.arg for keyword in call.keywords}
+            needed = {"device"} if ast.unparse(call.func) in OF_INTEGERS else {"device", "dtype"}
+            if not needed <= named and path.name != "model.py":  # a model is made on "meta", then converted
+                found.append(f"{path.name}:{call.lineno} {ast.unparse(call)}")
+    assert found == []
