@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -201,8 +200,7 @@ class LLM:
         self._tokenizer_folder = self._folder if tokenizer is None else checkpoint_folder(tokenizer)
         folder = self._folder if generation_config == "auto" else None
         self._defaults = SamplingParams(**{} if folder is None else sampling_defaults(folder))
-        self._lock, self._process = Lock(), os.getpid()
-        self._managing, self._n_managed = Lock(), 0
+        self._lock, self._managing, self._n_managed = Lock(), Lock(), 0
         self._manager: StreamingManager | None = None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -367,8 +365,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Complete prompts, given as token ids; ``prompts`` has the texts that the outputs show."""
-        if os.getpid() != self._process:
-            raise RoseError("this LLM was made before the process was forked; make it in the new process")
+        self.served.check_process()
         params = one_each(self._defaults if sampling_params is None else sampling_params, len(prompts))
         params = [self._seeded(own) for own in params]
         ids = [self.served.limits.truncated(own, one) for own, one in zip(ids, params, strict=True)]

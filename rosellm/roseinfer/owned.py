@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 
-from rosellm.errors import BusyError
+from rosellm.errors import BusyError, RoseError
 
 
 class Owned:
@@ -12,13 +13,14 @@ class Owned:
 
     def __init__(self) -> None:
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
-        self._owner_lock = Lock()
+        self._owner_lock, self._process = Lock(), os.getpid()
 
     def own(self, scheduler: object, name: str) -> None:
         """Reserve the engine for ``scheduler``; raise ``BusyError`` if another scheduler owns it.
 
         name: what errors call this scheduler.
         """
+        self.check_process()
         with self._owner_lock:
             self.check_owner(scheduler)
             self._owner = scheduler, name
@@ -28,6 +30,14 @@ class Owned:
         with self._owner_lock:
             if self._owner is not None and self._owner[0] is scheduler:
                 self._owner = None
+
+    def check_process(self) -> None:
+        """Raise ``RoseError`` in a fork of the process that made the engine, where nothing runs it."""
+        if os.getpid() != self._process:
+            raise RoseError(
+                "the engine was made before this process was forked; start processes by multiprocessing's "
+                "method 'spawn', and make it there"
+            )
 
     def check_owner(self, scheduler: object) -> None:
         """Raise ``BusyError`` if another scheduler owns the engine."""

@@ -237,12 +237,17 @@ def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
     graphs = engine.step.worker.graphs if isinstance(engine.step, ResidentStep) else None
-    weakref.finalize(engine, _close, leader, graphs)
+    weakref.finalize(engine, _close, leader, graphs, os.getpid())
     return engine
 
 
-def _close(leader: Leader, graphs: Graphs | None) -> None:
-    """End the other ranks; destroy the graphs before the NCCL communicator that they captured."""
+def _close(leader: Leader, graphs: Graphs | None, process: int) -> None:
+    """End the other ranks; destroy the graphs before the NCCL communicator that they captured.
+
+    Has no effect in a process other than ``process``, such as a fork of it that exits.
+    """
+    if os.getpid() != process:
+        return
     leader.close()
     if graphs is not None:
         graphs.reset()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -190,3 +192,13 @@ def test_when_rank_0_ends_or_hangs_no_other_rank_is_left_even_if_none_reads_its_
             assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
         if loads and how == signal.SIGTERM:
             assert "rank 1: rank 0 exited; shutting down" in script.stderr.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_end_of_a_fork_leaves_the_ranks_of_its_parent():
+    llm = LLM(tensor_parallel_size=2, device="cpu", num_kv_blocks=64)
+    (end,) = [one for one in weakref.finalize._registry if one.peek()[0] is llm.engine]
+    fork = multiprocessing.get_context("fork").Process(target=end)  # as at its exit
+    fork.start()
+    fork.join(WITHIN_S)
+    assert fork.exitcode == 0 and llm.generate("import os", use_tqdm=False)

@@ -1,9 +1,11 @@
-"""An engine in a program that changes torch's defaults."""
+"""An engine in a program that changes torch's defaults, or forks."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 
 import rosellm
 from rosellm import LLM, SamplingParams
+from rosellm.roseinfer.serving.streaming import StreamingManager
 
 OF_INTEGERS = {"torch.arange", "torch.tensor"}  # as they are used
 MAKERS = {f"torch.{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")} | OF_INTEGERS
@@ -45,6 +48,35 @@ def test_outputs_do_not_depend_on_the_default_dtype_and_device(options):
     wanted = generated(**options)
     with defaults(torch.bfloat16, "meta"):
         assert generated(**options) == wanted
+
+
+def in_a_fork(call: Callable[[], object]) -> str:
+    """Return the result or the error of a call in a forked process, as text."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def tell() -> None:
+        try:
+            theirs.send(str(call()))
+        except BaseException as error:
+            theirs.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=tell)
+    process.start()
+    try:
+        return ours.recv() if ours.poll(60) else "it hangs"
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_is_refused_the_engine_and_the_managers_of_its_parent():
+    llm = LLM(device="cpu", max_batch_size=4, num_kv_blocks=32)
+    refused = "the engine was made before this process was forked; start processes by "
+    assert in_a_fork(lambda: llm.generate("a", GREEDY)).startswith(refused)
+    assert in_a_fork(lambda: asyncio.run(llm.generate_async("a", GREEDY))).startswith(refused)
+    with StreamingManager(llm) as manager:  # its worker does not run in the fork
+        assert in_a_fork(lambda: manager.add_request("a", GREEDY)).startswith(refused)
 
 
 def test_every_tensor_of_an_engine_names_its_device_and_its_dtype_unless_of_integers():

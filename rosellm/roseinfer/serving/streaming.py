@@ -255,6 +255,7 @@ class StreamingManager:
         interval: int | None = None,
     ) -> list[int]:
         arrival = perf_counter()
+        self.engine.check_process()
         if not isinstance(inbox, (SimpleQueue, CoroutineInbox, type(None))):
             raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
