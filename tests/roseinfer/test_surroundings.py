@@ -19,6 +19,7 @@ from rosellm.roseinfer.serving.streaming import StreamingManager
 OF_INTEGERS = {"torch.arange", "torch.tensor"}  # as they are used
 MAKERS = {f"torch.{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")} | OF_INTEGERS
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+FILTERED = SamplingParams(top_k=20, max_tokens=12, ignore_eos=True, logprobs=0, seed=1)
 
 
 @contextmanager
@@ -35,14 +36,20 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
 
 def generated(**options) -> list[tuple[list[int], float]]:
     llm = LLM(device="cpu", max_batch_size=4, num_kv_blocks=32, **options)
-    outputs = llm.generate(["import os\n", "def main("], GREEDY, use_tqdm=False)
+    outputs = llm.generate(
+        ["import os\n", "def main(", "class "], [GREEDY, FILTERED, FILTERED], use_tqdm=False
+    )
     return [(one.token_ids, one.cumulative_logprob) for one in outputs]
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"model": "rose-tiny-qwen3", "speculation": "ngram"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],
-    ids=["rotary_and_drafts", "quantised"],
+    [
+        {"model": "rose-tiny-qwen3", "speculation": "ngram"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=["rotary_and_drafts", "quantised", "half"],
 )
 def test_outputs_do_not_depend_on_the_default_dtype_and_device(options):
     wanted = generated(**options)

@@ -89,7 +89,7 @@ def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
     filters = own.temperatures, own.top_k, own.top_p, own.min_p
     tokens = draw(tiles.logits[rows], *filters, own.seeds, own.positions + 1)
     tiles.values[rows], tiles.indices[rows] = -math.inf, 0
-    tiles.values[rows, 0] = torch.where(tokens >= 0, 0.0, math.inf)
+    tiles.values[rows, 0] = torch.where(tokens >= 0, 0.0, math.inf).float()
     tiles.indices[rows, 0] = tokens
 
 
