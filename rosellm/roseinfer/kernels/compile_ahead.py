@@ -126,7 +126,8 @@ def _done_by_children(jobs: list[Callable[[], Any]]) -> Iterator[int]:
         while os.read(take, 4096):  # an interrupt: leave the children nothing to take
             pass
         for child in children:
-            os.waitpid(child, 0)
+            with suppress(ChildProcessError):  # the program ignores SIGCHLD or waits for all children
+                os.waitpid(child, 0)
         os.close(take)
         os.close(collect)
 
