@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -108,6 +109,7 @@ class Engine(Owned):
         _check_share(gpu_memory_utilization)
         _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up, tune=tune)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
+        self._stream = torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
@@ -180,6 +182,10 @@ class Engine(Owned):
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Return a context in which the GPU and the stream are current on which the engine was made."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @property
     def num_kv_blocks(self) -> int:

@@ -14,6 +14,8 @@ import torch
 
 import rosellm
 from rosellm import LLM, SamplingParams
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 OF_INTEGERS = {"torch.arange", "torch.tensor"}  # as they are used
@@ -97,3 +99,27 @@ def test_every_tensor_of_an_engine_names_its_device_and_its_dtype_unless_of_inte
             if not needed <= named and path.name != "model.py":  # a model is made on "meta", then converted
                 found.append(f"{path.name}:{call.lineno} {ast.unparse(call)}")
     assert found == []
+
+
+def test_steps_run_where_the_engine_was_made(monkeypatch):
+    inside, steps = [], []
+
+    @contextmanager
+    def selected(engine: Engine) -> Iterator[None]:
+        inside.append(engine)
+        yield
+        inside.remove(engine)
+
+    def begin_decode(self: Engine, sequences: list[Sequence]) -> int:
+        steps.append(self in inside)
+        return begin(self, sequences)
+
+    begin = Engine.begin_decode
+    monkeypatch.setattr(Engine, "selected", selected)
+    monkeypatch.setattr(Engine, "begin_decode", begin_decode)
+    llm = LLM(device="cpu", max_batch_size=2, num_kv_blocks=16)
+    llm.generate("a", GREEDY, use_tqdm=False)
+    n = len(steps)
+    with StreamingManager(llm.engine) as manager:
+        manager.result(manager.add_request("a", GREEDY))
+    assert len(steps) > n > 0 and all(steps) and not inside

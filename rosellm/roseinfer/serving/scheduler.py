@@ -139,7 +139,7 @@ def run_all(
     firsts: list[int] | None = None,
 ) -> list[RequestOutput]:
     """Run all prompts and return their results in order, as ``OfflineScheduler.run`` does."""
-    with frozen_heap(), held_interrupt() as let_interrupt_through:
+    with frozen_heap(), scheduler.engine.selected(), held_interrupt() as let_interrupt_through:
         ids = scheduler.add_requests(prompts, params, firsts)
         try:
             while scheduler.has_unfinished:

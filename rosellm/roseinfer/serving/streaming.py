@@ -322,7 +322,7 @@ class StreamingManager:
 
     def _work(self) -> None:
         try:
-            with frozen_heap():
+            with frozen_heap(), self.engine.selected():
                 self._serve()
             self._scheduler.cancel_all()
         except BaseException as error:

@@ -17,9 +17,9 @@ GraphPool = Any  # torch's handle
 
 
 @cache
-def _capture_stream() -> torch.cuda.Stream:
-    """Return the stream of all captures; cuBLAS keeps 32 MiB for every stream that it is called on."""
-    return torch.cuda.Stream()
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of a GPU's captures; cuBLAS keeps 32 MiB for every stream that it is called on."""
+    return torch.cuda.Stream(device)
 
 
 def _free_workspaces() -> None:
@@ -78,7 +78,7 @@ def record_graph(
     for the device nor returns unused memory to it. cuBLAS's workspaces are freed before and after, so
     that the one which the graph uses belongs to its memory pool.
     """
-    side = _capture_stream()
+    side = _capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph() if graph is None else graph
     shared = {} if pool is None else {"pool": pool}

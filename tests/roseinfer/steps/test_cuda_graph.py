@@ -69,7 +69,7 @@ def test_a_captured_gemm_writes_no_memory_that_others_got_after_cublas_workspace
     x, weight = (torch.randn(n, 1 << 16, device="cuda", dtype=torch.bfloat16) for n in (8, 512))
     replay = record_graph(lambda: x @ weight.t(), lambda: x @ weight.t())
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.stream(_capture_stream()):
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
         others = [torch.zeros(size << 20, dtype=torch.uint8, device="cuda") for size in (32, 8, 4, 1) * 2]
     torch.cuda.synchronize()
     torch.testing.assert_close(replay(), x @ weight.t())
