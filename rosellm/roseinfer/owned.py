@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
 from rosellm.errors import BusyError, RoseError
@@ -38,6 +39,10 @@ class Owned:
                 "the engine was made before this process was forked; start processes by multiprocessing's "
                 "method 'spawn', and make it there"
             )
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Return a context in which the GPU and the stream of the engine are current."""
+        return nullcontext()
 
     def check_owner(self, scheduler: object) -> None:
         """Raise ``BusyError`` if another scheduler owns the engine."""
