@@ -109,7 +109,6 @@ class Engine(Owned):
         _check_share(gpu_memory_utilization)
         _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up, tune=tune)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
-        self._stream = torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
@@ -131,6 +130,7 @@ class Engine(Owned):
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         if self.rung is not None and isinstance(self.recipe, Recipe):
             self.recipe = self.recipe.on_ranks(group.part.size, model.device, self.kernels.name)
+        self._stream = torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None
         n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         self.blocks = self._cache_of(n_blocks)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from itertools import chain, groupby
 from pathlib import Path
@@ -377,8 +376,12 @@ PAGES = {page: Page.read(ROOT / page) for page in CHECKS}
 MEASURED = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?)\*{0,2} (?:µs|ms|TB/s|tok/s|TFLOP/s)\b")
 
 
-def complaints(page: str, text: str) -> list[str]:
-    return [one for check in CHECKS[page] for one in wrong(check(text))]
+def finds(check: Callable[[str], Claims], text: str) -> bool:
+    """Whether a check finds a wrong figure; a claim that cannot be read is found as well."""
+    try:
+        return bool(wrong(check(text)))
+    except (AssertionError, KeyError):
+        return True
 
 
 def claimed(page: str) -> list[re.Match[str]]:
@@ -401,13 +404,15 @@ def test_every_figure_of_a_page_is_the_recorded_one(page, check):
 @pytest.mark.parametrize("page", CHECKS)
 def test_a_falsified_figure_is_found_wherever_it_stands(page, monkeypatch):
     monkeypatch.setattr(records, "_read", cache(records._read))  # each record is read once
-    figures = claimed(page)
+    figures, checks, missed = claimed(page), list(CHECKS[page]), []
     assert len(figures) > 30
-    missed = []
     for one in figures:
         text = falsified(PAGES[page], one.start(), one.end())
-        with suppress(AssertionError, KeyError):  # a claim that cannot be read is found as well
-            missed += [] if complaints(page, text) else [PAGES[page][one.start() - 40 : one.end() + 10]]
+        finder = next((check for check in checks if finds(check, text)), None)
+        if finder is None:
+            missed.append(PAGES[page][one.start() - 40 : one.end() + 10])
+        else:  # it probably finds the next one, too
+            checks = [finder, *(check for check in checks if check is not finder)]
     assert missed == []
 
 
