@@ -138,7 +138,7 @@ def invariance(
         options: dict[str, Any] = {"max_batch_size": max(batches), "deterministic": name == "invariant"}
         blocks = max(batches) * blocks_for(prompt_tokens + new_tokens, 64) + 8
         engine = Engine(model, num_kv_blocks=blocks, prefix_cache=False, **options)
-        caching = Engine(model, num_kv_blocks=blocks, prefix_cache=True, **options)
+        caching = Engine(model, num_kv_blocks=blocks, prefix_cache=True, warm_up=False, **options)
         alone = final_logits(engine, prompts[0], new_tokens)
         final_logits(caching, prompts[0], new_tokens)
         found = {f"{n} together": final_logits(engine, prompts[0], new_tokens, prompts[1:n]) for n in batches}

@@ -130,7 +130,7 @@ FORMAT_RUNS = [
 ]
 
 _RANDOM = "--dtype bfloat16 --texts random --rows 1,4,16,64,128,256 --new-tokens 256"
-_VERIFY = "--prompt-tokens 64,2000 --traces {folder}/drafts-rose-tiny.json"
+_VERIFY = "--prompt-tokens 64,2000 --turns 2 --traces {folder}/drafts-rose-tiny.json"
 _OTHERS = {"gpt2": 14.0, "gpt2-medium": 19.0, "gpt2-xl": 29.0, "microsoft/Phi-3-mini-4k-instruct": 19.0}
 _OTHERS |= {"Qwen/Qwen2.5-0.5B-Instruct": 15.0, "Qwen/Qwen2.5-1.5B-Instruct": 18.0, "Qwen/Qwen3-1.7B": 15.0}
 _OTHERS |= {"Qwen/Qwen3-4B": 20.0, "meta-llama/Llama-3.2-3B": 19.0, "mistralai/Mistral-7B-v0.1": 17.0}
