@@ -28,7 +28,7 @@ from rosellm.command_line import command
 from rosellm.models.loading import resolve_device, resolve_dtype
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
-from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.worker import Clock
 
 CALLS = {"cuda": 50, "cpu": 5}
@@ -135,7 +135,7 @@ def seconds_per_call(
         for call in calls:
             call()
 
-    repeat, clocked = (record_graph(run, calls[0]), device) if on_device else (run, torch.device("cpu"))
+    repeat, clocked = (Graphs().capture(run, calls[0]), device) if on_device else (run, torch.device("cpu"))
     times = []
     for _ in range(repeats + 1):
         start = Clock(clocked)

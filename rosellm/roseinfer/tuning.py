@@ -33,7 +33,7 @@ from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.kernels.tuned import Choice, Gemm, LayersKey
 from rosellm.roseinfer.layers.fused import FastestLayers, Layers, QuantizedLayers
 from rosellm.roseinfer.layers.products import ALL
-from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.worker import Worker
 from rosellm.triton_or_none import cdiv, triton
 
@@ -194,7 +194,7 @@ class _Steps:
 
     def captured(self, layers: Layers, rows: int) -> Callable[[], object]:
         self.run(layers, rows, 1)
-        return record_graph(partial(self.run, layers, rows), None)
+        return Graphs().capture(partial(self.run, layers, rows), None)
 
 
 def ours(layers_for: LayersFor, rows: int) -> Layers:

@@ -28,7 +28,7 @@ from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.watch import end_with_parent, kill
 from rosellm.roseinfer.recipe import LADDER, best_rung, recipe_choices
-from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.cuda_graph import Graphs
 
 NAME = "all_reduce"
 NONE, LIBRARY = "none", "library"
@@ -147,7 +147,7 @@ class SumBench:
                 run()
 
         if self._device.type == "cuda":
-            replay = record_graph(several, lambda: (run(), run()))
+            replay = Graphs().capture(several, lambda: (run(), run()))
             self._collectives.least(0)
         else:
             replay = several

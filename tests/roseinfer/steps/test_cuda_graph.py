@@ -9,7 +9,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from rosellm.roseinfer.steps.cuda_graph import _capture_stream, record_graph
+from rosellm.roseinfer.steps.cuda_graph import _IDLE, Graphs
 
 
 @pytest.mark.gpu
@@ -34,7 +34,7 @@ def test_a_capture_is_not_spoiled_by_what_another_thread_calls():
 
     thread = Thread(target=other_thread)
     thread.start()
-    replay = record_graph(run, run)
+    replay = Graphs().capture(run, run)
     thread.join()
     x.fill_(5)
     assert replay().tolist() == [6] * 4
@@ -50,7 +50,7 @@ class Circle:
 @pytest.mark.gpu
 def test_a_capture_is_not_spoiled_by_garbage_that_holds_graphs():
     x = torch.zeros(4, device="cuda")
-    held = Circle(record_graph(lambda: x + 1, None))
+    held = Circle(Graphs().capture(lambda: x + 1, None))
     gone = weakref.ref(held)
     del held
 
@@ -58,19 +58,66 @@ def test_a_capture_is_not_spoiled_by_garbage_that_holds_graphs():
         many = [[i] for i in range(20 * gc.get_threshold()[0])]  # enough for a collection
         return x + len(many[0])
 
-    assert record_graph(run, None)().tolist() == [1] * 4
+    assert Graphs().capture(run, None)().tolist() == [1] * 4
     gc.collect()
     assert gone() is None
 
 
-@pytest.mark.gpu
-def test_a_captured_gemm_writes_no_memory_that_others_got_after_cublas_workspaces_were_freed():
-    """``torch.compile(mode="reduce-overhead")`` frees them."""
+@pytest.fixture
+def factors() -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a GEMM for which cuBLAS uses its workspace."""
     x, weight = (torch.randn(n, 1 << 16, device="cuda", dtype=torch.bfloat16) for n in (8, 512))
-    replay = record_graph(lambda: x @ weight.t(), lambda: x @ weight.t())
+    return x, weight.t()
+
+
+def others() -> list[torch.Tensor]:
+    return [torch.zeros(size << 20, dtype=torch.uint8, device="cuda") for size in (32, 8, 4, 1) * 2]
+
+
+@pytest.mark.gpu
+def test_a_captured_gemm_writes_no_memory_that_others_got_after_cublas_workspaces_were_freed(factors):
+    """``torch.compile(mode="reduce-overhead")`` frees them."""
+    graphs, (x, weight) = Graphs(), factors
+    replay = graphs.capture(lambda: x @ weight, None)
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
-        others = [torch.zeros(size << 20, dtype=torch.uint8, device="cuda") for size in (32, 8, 4, 1) * 2]
+    with torch.cuda.stream(graphs._side.stream):
+        of_others = others()
     torch.cuda.synchronize()
-    torch.testing.assert_close(replay(), x @ weight.t())
-    assert not any(one.any() for one in others)
+    of_others += others()
+    torch.testing.assert_close(replay(), x @ weight)
+    assert not any(one.any() for one in of_others)
+
+
+@pytest.mark.gpu
+def test_the_workspace_of_a_users_graph_stays_when_we_capture(factors):
+    x, weight = factors
+    mine, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(mine):
+        x @ weight
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=mine):
+            y = x @ weight
+        Graphs().capture(lambda: x @ weight, None)()
+        of_others = others()
+        graph.replay()
+        torch.cuda.synchronize()
+    torch.testing.assert_close(y, x @ weight)
+    assert not any(one.any() for one in of_others)
+
+
+@pytest.mark.gpu
+def test_graphs_that_exist_at_once_have_workspaces_of_their_own_and_later_ones_take_those_of_the_gone(
+    factors,
+):
+    x, weight = factors
+    first, second = Graphs(), Graphs()
+    replays = [graphs.capture(lambda: x @ weight, None) for graphs in (first, second, first)]
+    assert first._side is not second._side
+    torch.testing.assert_close([replay() for replay in replays], [x @ weight] * 3)
+    left = first._side
+    del first
+    gc.collect()
+    assert left not in _IDLE[torch.cuda.current_device()]  # its replays are held
+    del replays
+    gc.collect()
+    assert left in _IDLE[torch.cuda.current_device()]
