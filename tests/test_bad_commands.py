@@ -28,7 +28,6 @@ Command = Callable[[list[str]], int]
 SMALL = "--device cpu --num-requests 2 --max-new-tokens 1 --warmup-runs 0 --repeat-runs 1"
 NINES = "9" * 40
 DAY = "and at most 86400000, a day"
-LONG = "--max-batch-size 4 --prompt-tokens 4 --long-prompt-tokens 420 --prefill-chunk 32"
 
 
 def cases(main: Command, base: str, *rows: tuple[str | list[str], str], slow: bool = False) -> list:
@@ -75,7 +74,6 @@ STREAMING = cases(
     ("--request-rate 0", "'0' is not a number of requests a second above 0, or inf"),
     ("--submit-interval-ms 1e300", f"'1e300' is not a number of milliseconds, 0 or more {DAY}"),
     ("--request-rate 3 --submit-interval-ms 5", "not allowed with argument --request-rate"),
-    (f"{LONG} --request-rate 2", "argument --request-rate: not allowed with argument --long-prompt-"),
 )  # fmt: skip
 STEPS = cases(
     bench.main,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from rosellm.bench.record import distribution
-from rosellm.errors import RoseError
-from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 
 N_SAMPLES = 200  # times per run at which the queue's length is sampled
@@ -87,30 +83,3 @@ def goodput(
         slow = max(one.itl, default=0.0) > itl_limit
         good += not slow and one.token_times[0] - one.arrival + lag <= ttft_limit
     return {"goodput_req_s": good / seconds, "within_limits_share": good / len(requests)}
-
-
-def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Return the other requests' inter-token latencies during the last request's prefill and outside it.
-
-    A gap between two tokens is "beside" the prefill if it overlaps the time from the last request's arrival
-    to its first token, else "apart". Times are in seconds. Figures of gaps apart are None if there are no
-    such gaps; raises ``RoseError`` if no gap is beside the prefill.
-    """
-    *running, long = outputs
-    begin, end = long.metrics.arrival, long.metrics.token_times[0]
-    beside: list[float] = []
-    apart: list[float] = []
-    for output in running:
-        for before, after in pairwise(output.metrics.token_times):
-            (beside if after > begin and before < end else apart).append(after - before)
-    if not beside:
-        raise RoseError(
-            "no request was running when the long prompt came: give more --max-new-tokens, or a smaller "
-            "--long-prompt-after-ms"
-        )
-    return {
-        **distribution("itl_beside", beside, (50, 99)),
-        **distribution("itl_apart", apart, (50, 99)),
-        "itl_beside_max_s": max(beside),
-        "long_prompt_ttft_s": end - begin,
-    }

@@ -6,10 +6,7 @@ would. TTFT, TPOT and ITL run from submission to delivery by the manager.
 Requests arrive all at once, at fixed intervals or at the times of a Poisson process (--request-rate). Total
 throughput is all completion tokens over the time from the first submission to the last token. Goodput is the
 requests per second whose first token comes within --ttft-limit-ms of the time they were due, and every
-further one within --itl-limit-ms of the one before. The record also has the queue's length over the run. With
---long-prompt-tokens one more request, of that many prompt tokens, arrives while the others run; their ITL
-during its prefill ("beside") and outside it ("apart") is measured twice: with chunks of --prefill-chunk (512
-if not given), and with the whole prompt at once.
+further one within --itl-limit-ms of the one before. The record also has the queue's length over the run.
 """
 
 from __future__ import annotations
@@ -19,22 +16,14 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
-from rosellm.bench.arrivals import (
-    Arrival,
-    gap_figures,
-    goodput,
-    poisson_times,
-    queue_over_time,
-    submit_by_deadline,
-)
+from rosellm.bench.arrivals import goodput, poisson_times, queue_over_time, submit_by_deadline
 from rosellm.bench.job import Benchmark, Job, Run, check_served, prepare_run
-from rosellm.bench.options import MOST_TOKENS, count, number
+from rosellm.bench.options import count, number
 from rosellm.bench.record import distribution, request_figures, run_figures
 from rosellm.command_line import command
 from rosellm.roseinfer.outputs import RequestOutput
@@ -42,7 +31,6 @@ from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
-LONG_PROMPT_CHUNK = 512  # tokens
 DAY_MS = 86_400_000
 
 
@@ -76,15 +64,12 @@ def run_streaming(
     limits_s: tuple[float, float] = (math.inf, math.inf),
     *,
     tokenize_workers: int = 0,
-    ends_with_long_prompt: bool = False,
 ) -> dict[str, Any]:
     """Serve the job's requests once; return the figures of the run.
 
     times: when each request is due, in seconds from the start; None means all at once.
     limits_s: goodput's limits on TTFT and ITL.
     tokenize_workers: number of threads that tokenize; 0 means the submitting thread.
-    ends_with_long_prompt: whether the last request is the long prompt whose effect on the other requests'
-        ITL is measured.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes.
     """
@@ -96,7 +81,6 @@ def run_streaming(
         **request_figures(outputs, PERCENTS),
         **distribution("itl", (gap for request in requests for gap in request.itl), PERCENTS),
         **(goodput(requests, lags, total_time, *limits_s) if min(limits_s) < math.inf else {}),
-        **(gap_figures(outputs) if ends_with_long_prompt else {}),
         **queue_over_time(requests, start, start + total_time),
     }
 
@@ -140,17 +124,12 @@ def _add_options(parser: ArgumentParser) -> None:
     add_one("--submit-interval-ms", **ms, default=0.0, help="between submissions")
     rate = "requests a second, at seeded random times (Poisson); inf, the default: all at once"
     add_one("--request-rate", type=_rate, metavar="R", help=rate)
-    more = "one more request, of this many prompt tokens and one new, joins the others"
-    add_one("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
-    add("--long-prompt-after-ms", **ms, default=500.0, help="delay of that request after the others")
     add("--ttft-limit-ms", **ms, help="goodput: the latest first token")
     add("--itl-limit-ms", **ms, help="goodput: the longest gap between tokens")
 
 
 def _arrival_times(options: Namespace) -> list[float]:
     """Return when requests are due, in seconds from the start."""
-    if options.trace:
-        return [arrival.seconds for arrival in options.trace]
     if options.request_rate:
         return poisson_times(options.request_rate, options.num_requests, options.seed)
     return [i * options.submit_interval_ms / 1e3 for i in range(options.num_requests)]
@@ -162,40 +141,15 @@ def _runs(options: Namespace) -> dict[str, Run]:
         times=_arrival_times(options),
         limits_s=(_seconds(options.ttft_limit_ms), _seconds(options.itl_limit_ms)),
         tokenize_workers=options.tokenize_workers,
-        ends_with_long_prompt=bool(options.trace),
     )
-    if not options.trace:
-        return {"streaming": run}
-    ways = {"chunked": options.prefill_chunk, "whole": None}
-    return {way: partial(_run_in_chunks, run, chunk) for way, chunk in ways.items()}
+    return {"streaming": run}
 
 
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1e3
 
 
-def _run_in_chunks(run: Run, chunk: int | None, job: Job) -> dict[str, Any]:
-    config = job.config and replace(job.config, prefill_chunk=chunk)
-    return run(replace(job, config=config))
-
-
-class StreamingBenchmark(Benchmark):
-    """A benchmark whose requests may be joined by a long prompt; ``trace`` then holds all of them."""
-
-    def parse_options(self, argv: list[str] | None = None) -> Namespace:
-        options = super().parse_options(argv)
-        options.trace = None
-        if options.long_prompt_tokens is not None:
-            options.prefill_chunk = options.prefill_chunk or LONG_PROMPT_CHUNK
-            running = Arrival(0.0, options.prompt_tokens or 1, options.max_new_tokens)
-            long = Arrival(options.long_prompt_after_ms / 1e3, options.long_prompt_tokens, 1)
-            options.trace = [running] * options.num_requests + [long]
-            options.num_requests += 1
-            options.prompt_tokens = max(running.prompt_tokens, long.prompt_tokens)
-        return options
-
-
-BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs)
+BENCHMARK = Benchmark("streaming", __doc__, _add_options, _runs)
 main = command(BENCHMARK.run)
 
 

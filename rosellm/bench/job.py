@@ -29,6 +29,7 @@ from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from rosellm.roseinfer.trial import kv_blocks_within_memory
 
 SPARE_KV_BLOCKS = 8
+WARM_UP_TOKENS = 16  # of each request
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Job:
     prompts: Prompts
     params: SamplingParams | list[SamplingParams]
     config: SchedulerConfig | None = None
+
+    def with_at_most(self, new_tokens: int) -> Job:
+        """Return the job with requests that generate at most ``new_tokens`` tokens each."""
+        params = one_each(self.params, len(self.prompts))
+        most = [min(one.max_tokens or new_tokens, new_tokens) for one in params]
+        return replace(self, params=[replace(one, max_tokens=n) for one, n in zip(params, most, strict=True)])
 
 
 Run = Callable[[Job], dict[str, Any]]  # serves all requests once; returns figures for the record
@@ -260,7 +267,7 @@ class Benchmark:
 
 def _repeated(mode: str, run: Run, job: Job, options: Namespace) -> dict[str, Any]:
     for _ in range(options.warmup_runs):
-        run(job)
+        run(job.with_at_most(WARM_UP_TOKENS))
     return mode_result(mode, options.warmup_runs, [run(job) for _ in range(options.repeat_runs)])
 
 

@@ -27,7 +27,6 @@ NOT_IN_RECORDS = ("json", "output", "workload", "hf_model_id", "preset")
 FREE = {
     *("json", "workload", "device", "dtype", "mode", "warmup_runs", "repeat_runs"),
     *("rung", "paged_attn", "cuda_graph", "ttft_limit_ms", "itl_limit_ms"),
-    "long_prompt_after_ms",
 }
 
 
@@ -110,7 +109,11 @@ def add_common_options(
 
 def add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
-    add("--warmup-runs", **count(1, low=0), help="runs before the measured ones")
+    add(
+        "--warmup-runs",
+        **count(1, low=0),
+        help="runs before the measured ones, of at most 16 new tokens per request",
+    )
     add("--repeat-runs", **count(3), help="measured runs")
 
 

@@ -83,8 +83,8 @@ def _dummy(name: str, model: str, options: str, record: str, seconds: float) -> 
     return _bench(name, model, f"--load-format dummy {options}", path, seconds)
 
 
-_STEPS = {"ceilings": 25.0, "steps-W0": 47.0, "steps-W1": 57.0, "steps-W2": 72.0, "steps-W3": 110.0}
-_WHOLE = {"W0": 3.6, "W1": 3.7, "W2": 5.2, "W3": 2.2, "W4": 3.2, "W5": 13.2}
+_STEPS = {"ceilings": 3.0, "steps-W0": 55.0, "steps-W1": 55.0, "steps-W2": 75.0, "steps-W3": 105.0}
+_WHOLE = {"W0": 3.6, "W1": 3.9, "W2": 5.2, "W3": 2.7, "W4": 4.0, "W5": 9.0}
 LADDER_RUNS = [
     _measured("gpt2", _STEPS | _runs(_WHOLE, RUNGS) | _runs({"W6": 5.1, "W7": 2.0}, OF_LONG_PROMPTS))
 ]
@@ -95,7 +95,7 @@ _PARTS |= {f"ablations-W{i}": 22.0 for i in range(4)} | {f"leave_one_out-W{i}": 
 _PARTS |= {f"lengths-{batch}": 18.0 for batch in (8, 64, 128, 256)}
 STEP_RUNS = [_measured("gpt2", _TRACED | _PARTS)]
 
-_SERVED = {"kv_pressure": 23.0, "determinism": 95.0, "first_request": 75.0}
+_SERVED = {"kv_pressure": 23.0, "determinism": 75.0, "first_request": 75.0}
 _SERVED |= {"gpt2/sampling_steps": 28.0}
 _BY_QWEN = {"chunk_budget": 230.0, "sampling_steps": 30.0}
 SERVING_RUNS = [
@@ -140,9 +140,9 @@ DRAFT_RUNS = [
         for name in ("rose-tiny", "rose-tiny-qwen3")
     ),
     _dummy("drafts", QWEN, _RANDOM, "drafts", 40.0),
-    _dummy("verify", QWEN, _VERIFY, "verify_drafts", 100.0),
-    _dummy("verify", LLAMA_1B, _VERIFY, "verify_drafts", 77.0),
-    _dummy("verify", LLAMA_8B, f"{_VERIFY} --rows 1,8", "verify_drafts", 85.0),
+    _dummy("verify", QWEN, _VERIFY, "verify_drafts", 85.0),
+    _dummy("verify", LLAMA_1B, _VERIFY, "verify_drafts", 66.0),
+    _dummy("verify", LLAMA_8B, f"{_VERIFY} --rows 1,8", "verify_drafts", 73.0),
     *(
         _dummy("steps", model, "--turns 2", "steps_by_rows", seconds)
         for model, seconds in (_OTHERS | {QWEN: 12.0, LLAMA_1B: 14.0, LLAMA_8B: 20.0}).items()

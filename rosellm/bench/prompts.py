@@ -8,7 +8,6 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from rosellm.bench.arrivals import Arrival
 from rosellm.errors import OptionError, PromptError
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.sampling import SamplingParams
@@ -28,7 +27,7 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     random, longest = np.random.default_rng(options.seed), options.prompt_tokens
     shared = np.random.default_rng([options.seed, OF_PREFIXES])
     prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
-    lengths = _lengths(options, "prompt_tokens", options.min_prompt_tokens, longest, OF_PROMPTS)
+    lengths = _lengths(options, options.min_prompt_tokens, longest, OF_PROMPTS)
     return [prefix + random.integers(vocab_size, size=longest)[:n].tolist() for n in lengths]
 
 
@@ -44,9 +43,7 @@ def most_tokens(options: Namespace, tokenizer: AnyTokenizer, n_positions: int) -
         longest = max(len(tokenizer.encode(text)) for text in _texts(options))
     else:
         longest = options.prompt_tokens
-    trace = trace_of(options) or [Arrival(0.0, longest, options.max_new_tokens)]
-    most = max(trace, key=lambda one: one.prompt_tokens + one.new_tokens)
-    prompt, new = options.shared_prefix_tokens + most.prompt_tokens, most.new_tokens
+    prompt, new = options.shared_prefix_tokens + longest, options.max_new_tokens
     if prompt + new > n_positions:
         name = f"{options.workload}: " if options.workload else ""
         raise PromptError(
@@ -63,18 +60,15 @@ def _texts(options: Namespace) -> list[str]:
 
 def new_tokens(options: Namespace) -> list[int]:
     """Return the number of tokens that each request generates."""
-    return _lengths(options, "new_tokens", options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
+    return _lengths(options, options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
 
 
-def _lengths(options: Namespace, field: str, low: int | None, high: int, of: int) -> list[int]:
-    """Return each request's length, of a trace or drawn uniformly from ``low`` to ``high``.
+def _lengths(options: Namespace, low: int | None, high: int, of: int) -> list[int]:
+    """Return each request's length, drawn uniformly from ``low`` to ``high``.
 
-    field: the field of a trace's ``Arrival`` that holds the length.
     low: None if all lengths are ``high``.
     of: number of the random stream, so that lengths of prompts and outputs are independent.
     """
-    if trace := trace_of(options):
-        return [getattr(arrival, field) for arrival in trace]
     if low is None:
         return [high] * options.num_requests
     if low > high:
@@ -92,11 +86,6 @@ def request_params(options: Namespace) -> list[SamplingParams]:
         SamplingParams(**sampled, max_tokens=n, seed=seed if options.temperature else None, ignore_eos=ignore)
         for n, seed in zip(new_tokens(options), seeds.tolist(), strict=True)
     ]
-
-
-def trace_of(options: Namespace) -> list[Arrival] | None:
-    """Return the requests of a run that a long prompt joins (``benchmark_streaming``); None of other runs."""
-    return vars(options).get("trace")
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:

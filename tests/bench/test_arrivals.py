@@ -1,4 +1,4 @@
-"""When requests arrive: seeded, submitted by their deadlines, joined by a long prompt."""
+"""When requests arrive: seeded, submitted by their deadlines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rosellm.bench import benchmark_streaming
-from rosellm.bench.arrivals import gap_figures, goodput, poisson_times, queue_over_time, submit_by_deadline
-from rosellm.errors import RoseError
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.bench.arrivals import goodput, poisson_times, queue_over_time, submit_by_deadline
 from rosellm.roseinfer.request import RequestMetrics
 
 ONCE = ["--warmup-runs=0", "--repeat-runs=1"]
@@ -96,39 +94,3 @@ def test_a_user_asks_for_a_rate_and_gets_goodput_and_the_queue(tmp_path: Path, c
     assert repeat["within_limits_share"] == 1
     assert max(repeat["queue_in_flight"]) >= 1 and repeat["queue_in_flight"][-1] == 0
     assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate=inf"]).request_rate is None
-
-
-# A long prompt that arrives while others run
-
-RUN = ["--device=cpu", "--rung=packed_prefill", "--max-batch-size=4", "--no-stop-on-eos", "--num-requests=3"]
-RUN += ["--prompt-tokens=4", "--max-new-tokens=60", "--warmup-runs=1", "--repeat-runs=1"]
-RUN += ["--prefill-chunk=32", "--long-prompt-after-ms=60"]
-
-
-def output_of(arrival: float, times: list[float]) -> RequestOutput:
-    return RequestOutput(1, [1], [1] * len(times), "length", RequestMetrics(arrival, times), str)
-
-
-def test_gaps_are_beside_a_prefill_if_they_share_a_moment_with_it() -> None:
-    running = output_of(0.0, [1.0, 2.0, 5.0, 6.0, 8.0])
-    figures = gap_figures([running, output_of(2.5, [5.5])])
-    assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_mean_s"] == 2  # 2 to 5, 5 to 6
-    assert figures["itl_apart_mean_s"] == 1.5 and figures["long_prompt_ttft_s"] == 3
-    assert gap_figures([running, output_of(0.5, [9.0])])["itl_apart_p50_s"] is None  # all are beside
-    with pytest.raises(RoseError, match="no request was running"):
-        gap_figures([running, output_of(8.5, [9.0])])
-
-
-@pytest.mark.slow
-def test_a_user_compares_chunks_with_a_whole_prompt(tmp_path: Path, capsys) -> None:
-    record = tmp_path / "record.json"
-    for _ in range(4):  # other processes may delay a round of chunks
-        assert benchmark_streaming.main([*RUN, "--long-prompt-tokens=420", f"--json={record}"]) == 0
-        told = capsys.readouterr().out
-        assert told.count("\nitl_beside_p50_s ") == told.count("\nitl_apart_p99_s ") == 2
-        results = json.loads(record.read_text())["results"]
-        chunked, whole = (results[mode]["repeats"][0] for mode in ("chunked", "whole"))
-        assert chunked["tokens_sha256"] == whole["tokens_sha256"]
-        if chunked["itl_beside_max_s"] < whole["itl_beside_max_s"]:
-            break
-    assert chunked["itl_beside_max_s"] < whole["itl_beside_max_s"]

@@ -78,10 +78,9 @@ def test_header_and_record_say_in_what_a_run_is_not_the_workload(name, given, to
     assert f"Not comparable with {name}'s records: {', '.join([*told, FP32])}\n" in capsys.readouterr().out
 
 
-def test_a_long_prompt_and_a_recipe_of_ones_own_are_no_workloads():
+def test_chunks_and_a_recipe_of_ones_own_are_no_workloads():
     engine = Engine(random_model(0), max_batch_size=2)
-    told = departures(options_of("W4", "--long-prompt-tokens=90", "--prefill-chunk=16"), engine)
-    assert {"long_prompt_tokens=90 for None", "prefill_chunk=16 for None"} <= set(told)
+    assert "prefill_chunk=16 for None" in departures(options_of("W4", "--prefill-chunk=16"), engine)
     eager = options_of("W3", "--paged-attn")
     engine = Engine(random_model(0), recipe=choose_recipe(eager), max_batch_size=2)
     assert departures(eager, engine) == [FP32, "a recipe that is no rung"]
@@ -125,14 +124,11 @@ def test_prompts_of_random_ids_are_those_of_one_draw_at_the_longest_length(name)
     assert own == [row[: len(prompt)] for row, prompt in zip(drawn, own, strict=True)]
 
 
-def test_requests_fit_if_the_longest_prompt_and_output_do_or_each_request_beside_a_long_prompt():
+def test_requests_fit_if_the_longest_prompt_and_output_do():
     options = options_of("MIX")
     assert most_tokens(options, None, 2048) == 2048
     with pytest.raises(PromptError, match="MIX: 1024 prompt tokens and 1024 new ones exceed"):
         most_tokens(options, None, 2047)
-    joined = options_of("W4", "--long-prompt-tokens=90", "--prefill-chunk=16")
-    assert most_tokens(joined, None, 129) == 129  # one token and 128 new ones
-    assert make_prompts(joined, 50)[-1][89:] and new_tokens(joined) == [128] * 128 + [1]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from rosellm.models.arch import Arch
 from rosellm.roseinfer.recipe import LADDER, check_launch
 
 # Measured runs of a workload, by the spread of earlier ones: docs/reproduce.md says how.
-REPEATS = dict.fromkeys(("W0", "W1", "W2", "W5", "W6", "W7", "PFX"), 3)
+REPEATS = dict.fromkeys(("W0", "W1", "W2", "W6", "W7", "PFX"), 3)
 REPEATS |= dict.fromkeys(("W8", "W9", "W10", "PRE"), 5) | dict.fromkeys(("W3", "W4"), 7)
-REPEATS |= dict.fromkeys(("D1", "D8", "D64", "P512", "MIX", "L8K", "L32K"), 2)
+REPEATS |= dict.fromkeys(("W5", "D1", "D8", "D64", "P512", "MIX", "L8K", "L32K"), 2)
 REPEATS |= dict.fromkeys(("TTFT64", "TTFT1K"), 15)
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 

@@ -90,7 +90,6 @@ class Graphs:
                 finally:
                     graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
-
         return partial(self._replay, graph, outputs)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: T) -> T:
