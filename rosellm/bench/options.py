@@ -109,12 +109,8 @@ def add_common_options(
 
 def add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
-    add(
-        "--warmup-runs",
-        **count(1, low=0),
-        help="runs before the measured ones, of at most 16 new tokens per request",
-    )
     add("--repeat-runs", **count(3), help="measured runs")
+    add("--warmup-runs", **count(1, low=0), help="runs before, 16 tokens at most")
 
 
 def add_record_option(parser: ArgumentParser) -> None:
