@@ -84,9 +84,9 @@ class RecordedPair:
     def outcome(self) -> None:
         """Print the recorded savings per step next to the prediction.
 
-        Each rung was measured on several engines: the column "single engines" is the smallest and the largest
-        saving between an engine of one rung and an engine of the other. The last column is the saving that
-        whole runs imply, recorded in another session.
+        Each rung was measured on several engines: the column "range over engines" is the smallest and the
+        largest saving between an engine of one rung and an engine of the other. The last column is the saving
+        that whole runs imply, recorded in another session.
         """
 
         def figures(results: Results, workload: str) -> list[Any]:
@@ -100,9 +100,11 @@ class RecordedPair:
             engines = f"{number(least)} to {number(most)}"
             return [old.us, new.us, us, old.us - new.us, engines, by_runs]
 
-        headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
-        self.print_table([*headers, "by whole runs"], self.predicted, figures)
-        print("single engines: the least and the most that an engine of each shows")
+        headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"]
+        headers += ["range over engines", "by whole runs"]
+        self.print_table(headers, self.predicted, figures)
+        print("range over engines: the smallest and largest difference between one engine of each rung")
+        print("by whole runs: the saving per step that the tokens per second of whole runs imply")
         workload = next(iter(self.predicted))
         dated = self.results.environment_line
         steps, runs = (dated(name)[-10:] for name in (f"steps-{workload}", f"{workload}-{self.after}"))
@@ -312,6 +314,7 @@ class RecordedPair:
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
         if workloads:
             self.print_table(headers, workloads, figures)
+            print("spread: of repeats; a change counts if they do not overlap, and above twice the spread")
         for results in self.machines:
             apart = [one.workload for one in self._measured(results) if not one.same_session]
             if apart:

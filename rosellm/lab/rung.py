@@ -131,7 +131,8 @@ class Rung(RecordedPair):
             ["tensors allocated", old.allocations, new.allocations],
             ["kB allocated", old.allocated_bytes // 1000, new.allocated_bytes // 1000],
         ]
-        show_table(["per step", self.before, self.after], rows)
+        heading = "per step (a CPU runs the kernels' torch specifications)"
+        show_table([heading, self.before, self.after], rows)
 
     def tokens_equal(self, *others: Rung) -> None:
         """Generate a few tokens with both rungs here, in fp32, and print that they are equal.

@@ -99,9 +99,9 @@ class Ledger:
         """A text that states how much of the step is attributed, and how the profiler changed its length."""
         change = percent_change(self.step_us, self.profiled_us)
         told = (
-            f"Work of a known purpose takes {_percent(self.named)} of the step, other work "
-            f"{_percent(self.unknown)}; in {_percent(1 - self.busy)} nothing runs. The profiled step took "
-            f"{number(self.profiled_us)} µs ({change})."
+            f"Kernels of a known purpose and copies take {_percent(self.named)} of the step, other kernels "
+            f"{_percent(self.unknown)}; for {_percent(1 - self.busy)} nothing runs. Under the profiler, the "
+            f"step took {number(self.profiled_us)} µs ({change})."
         )
         return f"{told} {DISTURBED}" if self.is_disturbed else told
 
@@ -126,8 +126,8 @@ class Ledger:
         """Return a Markdown table of the rows and their sum, followed by :attr:`cross_check`."""
         heads = ["cause", "µs", "share", "launches", "floor, µs"]
         rows = [
-            [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
-            for row in self.rows
+            [one.cause, number(one.us), _percent(one.share), _launches(one), number(one.floor_us)]
+            for one in self.rows
         ]
         ends = f"**{number(self.step_us)}**", _percent(1), "", f"**{number(self.floor_us)}**"
         n = len(heads) - (self.floor_us is None)
@@ -145,6 +145,10 @@ class Ledger:
         for row in self.rows:
             us[row.kind if row.kind in ("host", "copies") else row.cause] += row.us
         return dict(us)
+
+
+def _launches(row: Row) -> str:
+    return f"{row.launches:.3g}" if row.kind in WORKING else ""  # gaps have none
 
 
 def _percent(share: float) -> str:
