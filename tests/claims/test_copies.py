@@ -365,20 +365,20 @@ def test_slots_gain_where_rows_are_many_and_nothing_today():
 
 def test_reserve_and_whole_runs_save_what_was_predicted_and_w3s_steps_more():
     nb, promised = pair_of("mutable_block_info"), predicted("09")
-    said(
-        prose("09"), "At all three batch sizes `reserve` gets shorter by the predicted time, within a quarter"
-    )
+    said(prose("09"), "batch sizes `reserve` gets shorter by what was predicted, to within 25 %")
     for us, batch in zip(promised.values(), BATCHES, strict=True):
         old, new = (one["host: reserve"] for one in causes_us(nb, batch))
         assert abs((old - new) / us - 1) < 0.25
     said(
         prose("09"),
-        "nearly half as much again as predicted, even between the least favourable engines, while its",
+        "half as much again as predicted, and nearly that even at the low end .*, while its whole runs",
     )
     (least, _), (_, most) = (one.range_us for one in nb.step_us("W3"))
-    assert 1.4 < (least - most) / promised["W3"] < step_saved(nb, "W3") / promised["W3"] < 1.51
+    assert 1.4 < (least - most) / promised["W3"] < 1.5 < step_saved(nb, "W3") / promised["W3"] < 1.55
     assert abs(run_saved(nb, "W3") / promised["W3"] - 1) < 0.05
     times = [one.us / whole for one, whole in zip(nb.step_us("W3"), nb.whole_run_us("W3"), strict=True)]
     claim("09", r"they take (\S+) to (\S+) times what whole runs imply", min(times), max(times))
-    said(prose("09"), "At 8 and 64 sequences the steps confirm nothing: single engines .* overlap")
+    said(
+        prose("09"), "At 8 and 64 sequences the timed steps decide nothing: the range over engines includes 0"
+    )
     assert [overlap(nb, workload) for workload in ("W1", "W2")] == [True, True]

@@ -37,14 +37,16 @@ APPENDS = [old.us_by_cause()["append"] - new.us_by_cause()["append"] for old, ne
 
 def test_the_resident_steps_gain_is_split_into_the_circle_and_the_append():
     steps = [old.step_us - new.step_us for old, new in RESIDENT[:3]]
-    words = r"a step loses (\d+), (\d+) and (\d+) µs, of which (\d+), (\d+) and (\d+) are the append's"
+    words = (
+        r"a step gets (\d+), (\d+) and (\d+) µs shorter, and the append accounts for (\d+), (\d+) and (\d+)"
+    )
     claim("13", words, *steps, *APPENDS)
 
 
 def test_the_gpu_is_busy_after_the_resident_step_and_was_not_before():
-    busy = [[100 * pair[side].busy for pair in RESIDENT] for side in (0, 1)]
+    busy = [[100 * pair[side].busy for pair in RESIDENT] for side in (1, 0)]
     values = [choose(shares) for shares in busy for choose in (min, max)]
-    claim("13", r"busy (\d+) to (\d+) % of a step before, is busy (\d+) to (\d+) %", *values)
+    claim("13", r"busy for (\d+) to (\d+) % of a step, up from (\d+) to (\d+) %", *values)
 
 
 def test_the_gate_of_02_keeps_out_what_13_finds():
