@@ -10,7 +10,7 @@ import nbformat
 from rosellm.lab.records.records import find
 from rosellm.models.checkpoint import DRAFT_OF
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.steps.pace import FIRST_REST, LONGEST_REST, MARGIN, PROVEN, SHORT_REST
+from rosellm.roseinfer.steps.pace import FIRST_REST, LONGEST_REST, MARGIN
 from rosellm.roseinfer.steps.speculative import MOST_VERIFIED
 from tests.claims.reading import ROOT, claim, prose, said, table_row
 
@@ -34,26 +34,26 @@ def test_eight_rows_take_what_is_said():
 
 def test_steps_that_verify_take_what_is_said():
     seven = [times[7] for times in TIMES.values() if 7 in times]
-    words = rf"with seven drafts takes {FIGURE} to {FIGURE} times as long, so"
-    claim("39", words, min(seven), max(seven))
+    many = [times[3] for (_, size), times in TIMES.items() if size.startswith("64 × ")]
+    words = rf"seven drafts make steps of one to eight sequences {FIGURE} to {FIGURE} times as long, "
+    words += rf"three those of 64 up to {FIGURE} times"
+    claim("39", words, min(seven), max(seven), max(many))
     words = (
         rf"seven drafts take {FIGURE} times a plain step in Llama-3.1-8B and {FIGURE} times in Llama-3.2-1B"
     )
     claim("39", words, TIMES[LARGE, ALONE][7], TIMES[MIDDLE, ALONE][7])
-    claim("39", rf"what was foreseen: {FIGURE} times, where a step", TIMES[SMALL, ALONE][7])
+    words = rf"what was predicted: {FIGURE} times with one sequence, where a step"
+    claim("39", words, TIMES[SMALL, ALONE][7])
     words = rf"after 2,000 tokens, eight sequences with one draft each take {FIGURE} times"
     claim("39", words, TIMES[SMALL, "8 × 2000"][1])
-    words = (
-        rf"A single draft takes {FIGURE} times already. With 64 sequences, three drafts take {FIGURE} times"
-    )
-    claim("39", words, TIMES[SMALL, ALONE][1], TIMES[SMALL, "64 × 64"][3])
     claim("39", r"seven drafts more cost (\d+) %", 100 * TIMES[LARGE, ALONE][7] - 100)
 
 
-def test_what_steps_take_beyond_the_forecast_is_what_is_said():
+def test_steps_of_the_small_model_are_as_near_to_the_prediction_as_is_said():
+    said(prose("39"), "pays about what was predicted: .* Eight sequences pay less than predicted")
     beyond = EXTRA[SMALL] - (US[SMALL][8] - US[SMALL][1])
-    words = r"(\d+) µs more than foreseen, (\d+) % of a plain step"
-    claim("39", words, beyond, 100 * beyond / FOUND[SMALL, ALONE][7][0])
+    assert abs(beyond) < 0.05 * FOUND[SMALL, ALONE][7][0]
+    assert TIMES[SMALL, "8 × 64"][7] < US[SMALL][64] / US[SMALL][8]
 
 
 def test_what_seven_drafts_cost_per_layer_is_what_is_said():
@@ -74,7 +74,7 @@ def test_whole_runs_stay_as_far_below_the_prediction_as_is_said():
                     seconds = one["replayed"][name]["seconds_per_step"]
                     faster = median(seconds["plain"]) / median(seconds["drafting"])
                     below.append(100 * (1 - faster * median(one["verify"]) / median(one["plain"])))
-    claim("39", r"stay (\d+) to (\d+) % below it\.", min(below), max(below))
+    claim("39", r"are (\d+) to (\d+) % slower than predicted", min(below), max(below))
 
 
 def test_the_verdict_is_that_of_the_recorded_runs():
@@ -98,14 +98,13 @@ def test_the_verdict_is_that_of_the_recorded_runs():
             ("rose-tiny", RESULTS.figures("drafts-rose-tiny", "random")),
         )
     }
-    words = r"Random ids cost Qwen3-0.6B (\d+) to (\d+) %, and rose-tiny up to (\d+) %"
+    words = r"never accepted, Qwen3-0.6B loses (\d+) to (\d+) %, and rose-tiny up to (\d+) %"
     claim("39", words, min(lost[SMALL]), max(lost[SMALL]), max(lost["rose-tiny"]))
 
 
 def test_the_pace_is_as_the_text_beside_its_source_says():
-    words = rf"more than {FIGURE} times the tokens .*? for (\d+) plain steps, or (\d+) if the last (\d+) "
-    words += r"steps with drafts paid, .*? up to (\d+) steps,"
-    claim("39", words, MARGIN, FIRST_REST, SHORT_REST, PROVEN, LONGEST_REST)
+    words = rf"more than {FIGURE} times the tokens .*? once after (\d+) plain steps, .*? up to (\d+) steps,"
+    claim("39", words, MARGIN, FIRST_REST, LONGEST_REST)
 
 
 def test_the_draft_model_is_what_is_said():
@@ -124,9 +123,7 @@ def test_the_gains_promised_are_those_of_the_steps_recorded():
     claim("39", words, *(speculation.expected_gain(US[name], 7, p, n) for name, p, n in gains))
     assert max(US[LARGE]) == max(US[SMALL]) == 64
     said(prose("39"), "No plain step of more than 64 rows is recorded")
-    words = (
-        r"most (\d+) rows in a step: seven drafts of each of (\d+) sequences, three of (\d+), or one of (\d+)"
-    )
+    words = r"most (\d+) rows in a step: seven drafts of (\d+) sequences, three of (\d+), or one of (\d+)"
     claim("39", words, MOST_VERIFIED, *(MOST_VERIFIED // (k + 1) for k in (7, 3, 1)))
 
 
@@ -135,7 +132,7 @@ def test_what_is_said_of_the_three_texts_stands_in_the_stored_tables():
     words = r"first drafts, (\d+) % are accepted, so of its seventh ones (\d+) % would be. It is (\d+) %"
     claim("39", words, percent[1], 100 * (percent[1] / 100) ** 7, percent[7])
     own, drafted = (table_row("39", f"{way}")[2] for way in ("from the text", "by the draft model"))
-    claim("39", rf"The licence: {FIGURE} tokens per step instead of {FIGURE}\.", drafted, own)
+    claim("39", rf"Prose: {FIGURE} tokens per step instead of {FIGURE}\.", drafted, own)
     ways = "the model's own", "another seed's", "none: the likeliest token"
     words = r"model's own noise, (\d+) % of first drafts are accepted, with another seed's (\d+) %; "
     claim("39", words + r"of the likeliest tokens, (\d+) %", *(table_row("39", way)[0] for way in ways))
