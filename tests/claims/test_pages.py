@@ -34,7 +34,7 @@ STREAMS = [one.load("llama_1b_protocol")["figures"]["medians"] for one in (H200,
 MODELS = {
     "GPT-2 small": "gpt2",
     "Qwen3-0.6B": "qwen3-0.6b",
-    "Qwen2.5-1.5B (not tuned for then)": "qwen2.5-1.5b",
+    "Qwen2.5-1.5B (kernels not yet tuned for it)": "qwen2.5-1.5b",
     "Llama-3.2-1B": "llama-1b",
     "Llama-3.1-8B": "llama-8b",
 }
