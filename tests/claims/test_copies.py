@@ -139,7 +139,7 @@ def test_the_mask_costs_its_launches():
     parts = [mask_us(batch) for batch in (1, *BATCHES)]
     assert all(abs(gpu / number(us) - 1) < 0.2 and waiting > 6 * gpu for gpu, waiting in parts)
     gains = [100 * pair_of("no_mask").gain(workload) for workload in signs("no_mask")]
-    claim("02", r"nothing beyond the noise: whole runs gain (\d) to (\d) %", min(gains), max(gains))
+    claim("02", r"whole runs gain (\d) to (\d) %, within the noise", min(gains), max(gains))
     said(prose("02"), "No workload gains more than the noise")
     assert not faster("no_mask")
 
@@ -148,9 +148,10 @@ def test_the_masks_prediction_was_too_high():
     nb = pair_of("no_mask")
     said(prose("02"), "two parts .* less than half of it; whole runs imply more, but within the noise")
     said(prose("02"), "Steps of the same code differ by more than the effect that we predict")
+    said(prose("02"), "The timed steps decide nothing")
     for (workload, us), batch in zip(predicted("02").items(), BATCHES, strict=True):
         least, most = nb.step_us(workload)[0].range_us
-        assert sum(mask_us(batch)) < us / 2 < us < most - least
+        assert sum(mask_us(batch)) < us / 2 < us < most - least and overlap(nb, workload)
         assert sum(mask_us(batch)) < run_saved(nb, workload) < us
 
 
@@ -160,12 +161,12 @@ def test_the_append_alone_is_faster_at_128_sequences_where_its_record_begins():
     least = min(row["batch_size"] for row in RESULTS.load("kv_append")["rows"])
     words = r"of (\d+) sequences alone: (\S+) times as fast on the GPU, (\S+) times as launched from Python"
     claim("02", words, least, *ratios)
-    claim("02", r"begins at (\d+) tokens, where the kernel is already (\S+) times as fast", least, ratios[1])
+    claim("02", r"recorded batch is (\d+), where the kernel is already (\S+) times as fast", least, ratios[1])
 
 
 def test_no_whole_run_shows_the_append():
     nb = pair_of("triton_append")
-    said(prose("02"), "A tenth of the GPU's time went, and no whole run changes by enough to count")
+    said(prose("02"), "The GPU's time per step fell by a tenth, yet no whole run changes beyond the noise")
     old, new = (COUNTS["256"][rung]["gpu_time_us"] for rung in (nb.before, nb.after))
     assert 0.08 < 1 - new / old < 0.13 and not faster("triton_append")
     said(prose("02"), "W3 and W4, which use the new kernel, change by less than W2")
@@ -178,7 +179,7 @@ def test_no_whole_run_shows_the_append():
 def test_the_appends_prediction_is_neither_confirmed_nor_refuted():
     nb, promised = pair_of("triton_append"), predicted("02", 1)["W3"]
     claim("02", r"refute that W3's step saves (\d+) µs: whole runs imply a tenth of it", promised)
-    said(prose("02"), "timed steps nearly all of it, but single engines differ by more than that")
+    said(prose("02"), "timed steps nearly all of it, but engines differ by more than that")
     assert 0.08 < run_saved(nb, "W3") / promised < 0.12 and 0.9 < step_saved(nb, "W3") / promised < 1
     assert sum(most - least for least, most in (one.range_us for one in nb.step_us("W3"))) > promised
 
@@ -186,7 +187,7 @@ def test_the_appends_prediction_is_neither_confirmed_nor_refuted():
 def test_the_hosts_work_is_in_index_tensors_and_tuples():
     said(
         prose("02"),
-        "is a tenth of the host's work. Making the index tensors takes a quarter, and so does noting",
+        "is a tenth of the host's work. Making the index tensors takes a quarter, and so does recording",
     )
     work = {one.name.strip("`"): one.us for one in pair_of("triton_append").ledger_before(256).functions}
     names = "kv_append_triton.kv_append_ref", "kv_append.FreshIndices.__call__", "kv_blocks._advance_tuples"
@@ -195,7 +196,7 @@ def test_the_hosts_work_is_in_index_tensors_and_tuples():
     rungs = COUNTS["256"]["reused_index_buffers"], COUNTS["256"]["triton_append"]
     one, all_of_them = (12 * rung["append_copies_a_layer"] for rung in rungs)
     assert round(one) == 1
-    claim("02", r"leave one index copy of (\d+)", all_of_them)
+    claim("02", r"reduce the (\d+) index copies to one", all_of_them)
 
 
 def index_copy_us() -> float:
@@ -213,7 +214,7 @@ def test_full_batch_gains_where_prompts_are_equal():
     )
     assert faster("full_batch") == ["W3"] and 0.2 < nb.gain("W3") < 0.27
     assert 0.85 * promised < step_saved(nb, "W3") < run_saved(nb, "W3") < promised
-    said(prose("02"), "the engines of the two rungs do not overlap")
+    said(prose("02"), "every engine of `full_batch` is faster than every one of `triton_append`")
     assert not overlap(nb, "W3")
     claim("02", r"W2 runs the same code in both rungs; its (\S+) µs", step_saved(nb, "W2"))
 
@@ -260,18 +261,24 @@ def test_one_array_saves_more_than_predicted():
 
 
 def test_the_array_gains_and_pinning_does_not():
-    many, lists, array, pinned = engines_us("W3")
+    many, lists, array, _ = engines_us("W3")
     said(prose("03"), "leaves the step where it was; an array .* takes off 40 % or more on every engine")
     assert all(abs(two / one - 1) < 0.05 for one, two in zip(many, lists, strict=True))
     assert all(two < 0.6 * one for one, two in zip(lists, array, strict=True))
-    said(prose("03"), "at all four batch sizes its median is slower .* at batch 256 their engines overlap")
-    medians = [map(median, engines_us(workload)[2:]) for workload in ("W0", "W1", "W2", "W3")]
-    assert all(plain < locked for plain, locked in medians) and min(pinned) < max(array)
+    said(prose("03"), "at all four batch sizes its median is slower .* array's, though their engines overlap")
+    for array, pinned in (engines_us(workload)[2:] for workload in ("W0", "W1", "W2", "W3")):
+        assert median(array) < median(pinned) and min(pinned) < max(array)
     said(prose("03"), "At batch 64 the engines of each variant overlap with those of the variant above")
     small = engines_us("W2")
     assert all(min(one) < max(two) for one, two in zip(small, small[1:], strict=False))
-    said(prose("03"), "With up to eight sequences there is no difference beyond the noise")
+    said(prose("03"), "With up to eight sequences, no whole run differs beyond the noise")
     assert faster("pinned_h2d") == ["W2", "W3", "W4"]
+
+
+def test_what_the_ablation_shows_at_w1_is_said_to_be_unexplained():
+    said(prose("03"), "two of three engines get faster with one buffer, and slower again when it is pinned")
+    many, lists, array, pinned = engines_us("W1")
+    assert [sum(us < 0.85 * min(many) for us in one) for one in (lists, array, pinned)] == [2, 2, 0]
 
 
 def test_what_is_left_of_the_ranges_of_tables_is_recorded():
