@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -158,27 +156,26 @@ def check(runs: Sequence[Run]) -> list[Check]:
     ]
 
 
-RUNS = (
-    "model", "workload", "step, ms", "error of the plan", "without this model",
-    "prefill, ms", "error", "run, ms", "error",
-)  # fmt: skip
+ERRORS = {"fitted": "error", "not seen": "other_error"}  # attributes of ``Check``
 PAIRS = ("model", "workload", "GPUs", "measured, s", "planned, s", "error", "error beyond that of one GPU")
 
 
-def run_rows(checks: Iterable[Check]) -> list[list[str]]:
-    """Return ``RUNS`` of each run; empty cells where it has no decode steps."""
-    runs: dict[tuple[str, str], dict[str, Check]] = defaultdict(dict)
-    for one in checks:
-        runs[one.model, one.workload][one.what] = one
-    rows = []
-    for named, kinds in runs.items():
-        step, *others = (
-            [f"{c.measured:,.2f}", signed(c.error, 0)] if (c := kinds.get(kind)) else ["", ""]
-            for kind in KINDS
-        )
-        unseen = signed(kinds[KINDS[0]].other_error, 0) if KINDS[0] in kinds else ""
-        rows.append([*named, *step, unseen, *chain(*others)])
-    return rows
+def error_table(checks: Iterable[Check]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and a row per workload: the errors of planned decode steps, by model.
+
+    First those of the plan that is fitted to all models, then those of the plan without this model's records.
+    A cell is "" where there is no such run.
+    """
+    steps = {(one.workload, one.model): one for one in checks if one.what == KINDS[0]}
+    workloads, models = (list(dict.fromkeys(names)) for names in zip(*steps, strict=True))
+    columns = [(model, kind) for kind in ERRORS for model in models]
+
+    def cell(name: str, model: str, kind: str) -> str:
+        one = steps.get((name, model))
+        return signed(getattr(one, ERRORS[kind]), 0) if one else ""
+
+    rows = [[name, *(cell(name, *column) for column in columns)] for name in workloads]
+    return ["error of a decode step", *map(", ".join, columns)], rows
 
 
 def pair_rows(checks: Iterable[Check]) -> list[list[str | float]]:
@@ -225,7 +222,7 @@ def _pair(results: Results, record: dict[str, Any], achieved: Achieved) -> Itera
 
 
 HOSTS = 1, 2, 4, 8  # GPUs of a host
-PLANNED = ("model", "workload", "GPUs share it, or replicas", *(f"{n}, tok/s" for n in HOSTS))
+PLANNED = "model", "workload", "GPUs as", "tok/s: 1 GPU", *(f"{n} GPUs" for n in HOSTS[1:])
 LARGE = {"n_layers": 80, "d_model": 8192, "n_heads": 64, "d_ff": 28672}  # of Llama-3.1-70B
 SHARED, LONE = ("D1", "D64", "L8K", "PRE"), ("MIX",)
 
@@ -234,15 +231,15 @@ def host_rows(runs: Iterable[Run], achieved: Achieved, sums: Any) -> list[list[A
     """Return ``PLANNED`` of recorded workloads on more GPUs of one host than were measured.
 
     sums: all-reduces of two ranks, from which those of more are extrapolated. PRE counts prompt tokens. A
-    larger model than the recorded one is planned where it fits: on four GPUs or eight.
+    larger model than the recorded one is planned where it fits: on two GPUs or more.
     """
     rows = []
     for run in runs:
         if run.model == "Llama-3.1-8B" and run.workload in SHARED:
             large = Cut(replace(run.cut.whole, **LARGE), run.cut.ceiling)
-            for name, cut, least in ((run.model, run.cut, 1), ("Llama-3.1-70B", large, 4)):
+            for name, cut, least in ((run.model, run.cut, 1), ("Llama-3.1-70B", large, 2)):
                 each = [_planned(run, cut, achieved, sums, n) if n >= least else None for n in HOSTS]
-                rows.append([name, run.workload, "share it", *each])
+                rows.append([name, run.workload, "tensor parallel", *each])
         if run.model == "Qwen3-0.6B" and run.workload in LONE:
             each = [_planned(run, run.cut, achieved, None, n) for n in HOSTS]
             rows.append([run.model, run.workload, "replicas", *each])
