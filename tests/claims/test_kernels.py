@@ -229,10 +229,11 @@ def test_packed_prefills_are_as_fast_as_said():
     claim("14", r"first tokens come within ([\d.]+) ms instead of ([\d.]+)", *map(median, first))
     says("14", r"even the slowest repeat is faster than the best one before")
     assert max(first[0]) < min(first[1])
-    says("14", r"Its throughput grows by little more than the spread of the previous rung's repeats")
-    before = pair.verdicts()["W4"].before
-    assert max(before) / min(before) - 1 < pair.gain("W4") < 1.25 * (max(before) / min(before) - 1)
-    says("14", r"Runs of one long decode gain least: W0 and W2, less than 1 %")
+    says("14", r"throughput grows by less than twice the spread of the previous rung's repeats")
+    w4 = pair.verdicts()["W4"]
+    assert w4.spread == max(w4.before) - min(w4.before)
+    assert w4.spread < median(w4.after) - median(w4.before) < 2 * w4.spread
+    says("14", r"after a single prefill gain least: W0 and W2, less than 1 %")
     assert max(pair.gain("W0"), pair.gain("W2")) < min(0.01, *map(pair.gain, ("W1", "W3", "W4", "W5")))
     longer = [prefill_ms(w, pair.after) - pair.step_us(w)[0].us / 1e3 for w in ("W0", "W2", "W3")]
     claim("14", r"rows takes ([\d.]+) to ([\d.]+) ms longer than a decode step", min(longer), max(longer))
@@ -240,13 +241,13 @@ def test_packed_prefills_are_as_fast_as_said():
 
 def test_the_rewrite_gives_more_than_the_fusion_that_gave_the_rung_its_name():
     pair, foreseen = pair_of("fused_append"), predicted("15")
-    says("15", r"Faster everywhere, and the smaller part")
+    says("15", r"Faster everywhere, but mostly not because of the fusion")
     assert faster(pair) == [*VERDICTS]
     steps = {workload: ablation_us(pair, workload) for workload in BATCHES}
     says("15", r"gives more than two thirds of the gain\. Fusing .* within a tenth of the prediction")
     assert all(before - between > 2 * (between - after) for before, between, after in steps.values())
     assert all(abs(foreseen[w] / (between - after) - 1) < 0.1 for w, (_, between, after) in steps.items())
-    says("15", r"kernels fill the whole step, so the prediction counts no gaps")
+    says("15", r"shows no gaps between its kernels, so the prediction leaves them out")
     assert pair.ledger_before(8).us_by_cause()["between kernels"] == 0
     rows = {row.cause: row for row in pair_of("packed_prefill").ledger_before(8).rows}
     counts = {"append": 12, "inputs": 8, "between kernels": 20}
@@ -267,14 +268,15 @@ def test_fused_norms_and_activations_save_what_is_said():
     says("16", r"fused_norm` is faster on W0 to W5, most with few sequences")
     assert faster(norm) == [*VERDICTS]
     assert min(map(norm.gain, ("W0", "W1", "W5"))) > max(map(norm.gain, ("W2", "W3", "W4")))
-    words, times = r"has (\d+) kernels fewer, .* saves ([\d.]+) to ([\d.]+) times", share(saved(norm), 0)
+    words, times = r"has (\d+) fewer kernels, .* saves ([\d.]+) to ([\d.]+) times", share(saved(norm), 0)
     claim("16", words, *fewer(norm), min(times), max(times))
     gains = [100 * gelu.gain(one) for one in faster(gelu)]
     words = r"gains ([\d.]+) to ([\d.]+) % on W0 to W3 and W5; W4's repeats spread"
     claim("16", words, min(gains), max(gains))
     assert undecided(gelu) == ["W4"] and fewer(gelu) == {12}
-    says("16", r"Twelve kernels go\. A step saves three to four fifths .* prediction itself, within a fifth")
-    assert all(0.6 < one < 0.82 for one in share(saved(gelu), 1))
+    by_steps = [100 * one for one in share(saved(gelu), 1)]
+    words = r"Twelve kernels go\. Timed steps save (\d+) to (\d+) % .* imply a saving within 20 % of it"
+    claim("16", words, min(by_steps), max(by_steps))
     assert all(0.8 < one < 1.2 for one in share(saved_by_runs(gelu), 1))
 
 
@@ -285,17 +287,20 @@ def test_the_kernels_that_stay_take_other_times():
         before = norm.ledger_before(BATCHES[workload]).us_by_cause()["norm"]
         shorter = less(norm, BATCHES[workload], "norm")
         assert 1 - shorter / before < number(most) / 100 and shorter > 0.7 * (us - foreseen[workload])
+    norms = [less(norm, batch, "norm") for batch in BATCHES.values()]
+    claim("16", r"they save (\d+) to (\d+) µs at all four batch sizes", min(norms), max(norms))
     gemms = [less(norm, batch, "GEMM") for batch in BATCHES.values()]
     claim("16", r"GEMMs take (\d+) to (\d+) µs less, probably", min(gemms), max(gemms))
-    says("16", r"The epilogue makes them longer again, most with many sequences")
     longer = [-less(gelu, batch, "GEMM") for batch in (1, 64, 256)]
-    assert 1 < longer[0] < min(longer[1:])
+    words = r"makes them (\d+) to (\d+) µs longer again at batches 1, 64 and 256, but not at 8"
+    claim("16", words, min(longer), max(longer))
+    assert less(gelu, 8, "GEMM") > 0
 
 
 def test_the_head_gains_by_padding_more_than_by_keeping_no_logits():
     pair, foreseen, gone = pair_of("fused_head"), predicted("18"), saved(pair_of("fused_head"))
     assert faster(pair) == [*VERDICTS]
-    words = r"Faster everywhere, from ([\d.]+) % at batch 1 to a third at .* and predicted within an eighth"
+    words = r"Faster everywhere, by ([\d.]+) % at batch 1 and by a third .* within an eighth of"
     claim("18", words, 100 * pair.gain("W0"))
     assert 0.32 < pair.gain("W3") < 0.35 and all(abs(gone[w] / foreseen[w] - 1) < 1 / 8 for w in gone)
     says("18", r"gives nine tenths of the gain, at 8 and 64 more than half; only at 1 does the fused")
@@ -303,8 +308,8 @@ def test_the_head_gains_by_padding_more_than_by_keeping_no_logits():
     share = {w: (before - padded) / (before - after) for w, (before, padded, after) in steps.items()}
     assert 0.88 < share["W3"] < 0.92 and share["W0"] < 0.5 < min(share["W1"], share["W2"])
     moved = 2 * 256 * 50257 * 2
-    words = r"The logits of 256 rows are (\d+) MB, written and read\. This takes (\d+) µs"
-    claim("18", words, moved / 1e6, read_us(RESULTS, moved))
+    words = r"The logits of 256 rows take (\d+) MB; writing and reading them takes (\d+) µs"
+    claim("18", words, moved / 2e6, read_us(RESULTS, moved))
 
 
 def test_gemms_for_few_rows_gain_where_it_is_said():
