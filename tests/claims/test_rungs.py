@@ -84,25 +84,20 @@ def test_steps_with_weights_in_flight_take_what_is_said():
     us = {name: {n: one[n]["median_us"] for n in ("1", "16", "64")} for name, one in steps.items()}
     by_64 = {name: one["64"] / one["1"] for name, one in us.items()}
     large = [one["16"] / one["1"] for one in us.values() if one["1"] > 1500]
-    words = r"64 sequences a step takes ([\d.]+) to ([\d.]+) times .*? at most ([\d.]+) times as long with 16"
+    words = r"64 sequences a step takes ([\d.]+) to ([\d.]+) times .*? of 16 takes at most ([\d.]+) times"
     claim("19", words, min(by_64.values()), max(by_64.values()), max(large))
     read = {name: one["64"]["read_bytes"] / one["1"]["read_bytes"] for name, one in steps.items()}
     assert all(by_64[name] > read[name] for name in steps) and len(large) > 2
 
 
 def test_the_changes_to_the_ring_did_what_is_said():
-    kept = "gate rows beside up rows, q, k and v in ranges, and 128 weight rows per program"
-    said(prose("19"), f"Three changes to the GEMMs were kept: {kept}")
     spans = {}
     for name, models in (RESULTS.figures("ring_trials") | RESULTS.figures("flight_trials")).items():
         turns = [list(one.values()) for model in models.values() for one in model.values()]
         ratios = [median(after) / median(before) for before, after in turns]
         spans[name] = min(ratios), max(ratios)
-    for kept in ("8 gate rows beside 8 up rows", "q, k and v in ranges of K"):
-        assert spans[kept][0] < 0.95 and spans[kept][1] < 1.015
+    said(prose("19"), "With half the shared memory, fewer weights are in flight, and no step gets faster")
     assert spans["half the shared memory"][0] > 0.995
-    assert 0.94 < spans["five kernels a layer"][0] < 0.98 and spans["five kernels a layer"][1] > 1.2
-    assert spans["128 weight rows per program"][1] < 0.91 < 1 < spans["128 weight rows in fewer programs"][0]
     said(prose("22"), "norms at the end of a GEMM, .* win nothing either")
     assert spans["norms at the end of the GEMM before them"][0] > 0.985
     in_flight = "keys and values in flight"
