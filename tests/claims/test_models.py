@@ -65,18 +65,18 @@ def test_the_rest_of_a_step_is_our_layers_and_the_rivals_host():
     claim("22", words, min(ours), max(ours), min(theirs[1:]), max(theirs[1:]), theirs[0])
     floors = {one: model_ladder.step_floor_us(RESULTS, shape, "D1") for one, shape in SHAPES.items()}
     reading = [floors[one] / SHAPES[one].n_layers for one in (QWEN, LLAMA_8B)]
-    claim("22", r"Qwen3-0.6B reads its weights and keys in (\d+) µs, one of Llama-3.1-8B in (\d+)", *reading)
+    claim("22", r"per layer it is (\d+) µs for Qwen3-0.6B .*, and (\d+) for Llama-3.1-8B", *reading)
     small = [1e6 / one_lease(one)["D1"][1] for one in (QWEN, LLAMA_1B)] + [1e6 / one_lease("gpt2")["W0"][1]]
     words = r"a step takes ([\d.]+) to ([\d.]+) ms in each of the three smaller models"
     claim("22", words, min(small) / 1e3, max(small) / 1e3)
-    said(prose("22"), "although their floors differ by a factor of ten; our rests hardly change")
+    said(prose("22"), "although their floors differ by a factor of ten; our overheads hardly change")
     factor = floors[LLAMA_1B] / floor_us(RESULTS, "W0")
     assert 9 < factor < 11 and all(abs(one - other) < 1.5 for one, other in zip(ours, slower, strict=True))
     assert all(later > 1.03 * one for one, later in zip(theirs, their_slower, strict=True))
 
 
 def test_the_lead_ends_where_both_engines_wait_for_the_gpu():
-    (most,) = said(prose("22"), r"MIX, L8K, L32K and PRE are within (\d+) % of each other")
+    (most,) = said(prose("22"), r"within (\d+) % of each other on MIX, L8K, L32K and PRE")
     own = one_lease(LLAMA_8B)
     assert all(abs(own[w][0] / own[w][1] - 1) < number(most) / 100 for w in ("MIX", "L8K", "L32K", "PRE"))
     assert all(own[w][0] > 1.1 * own[w][1] for w in ("D1", "D8", "D64"))

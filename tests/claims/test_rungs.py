@@ -98,7 +98,7 @@ def test_the_changes_to_the_ring_did_what_is_said():
         spans[name] = min(ratios), max(ratios)
     said(prose("19"), "With half the shared memory, fewer weights are in flight, and no step gets faster")
     assert spans["half the shared memory"][0] > 0.995
-    said(prose("22"), "norms at the end of a GEMM, .* win nothing either")
+    said(prose("22"), "norms at the end of a GEMM whose .* gains nothing either")
     assert spans["norms at the end of the GEMM before them"][0] > 0.985
     in_flight = "keys and values in flight"
     claim("19", r"steps take as little as ([\d.]+)", spans[in_flight][0])
