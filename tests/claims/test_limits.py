@@ -56,11 +56,11 @@ COST, BITS = (RESULTS.figures("determinism", name) for name in ("cost", "bits"))
 
 
 def test_the_mode_changes_no_bit_and_a_second_request_most():
-    said(prose("23"), "With the mode not one bit changes, in three formats")
+    said(prose("23"), "With the mode not one bit changes, in three dtypes")
     assert len(BITS) == 3 and not any(n for kind in BITS.values() for n in kind["invariant"].values())
     percent = {name: 100 * kind["fast"]["2 together"] / GPT2.vocab_size for name, kind in BITS.items()}
     about, full = said(
-        prose("23"), r"a bit of about (\d+) % of the logits in 16 bits, and of (\d+) % in fp32"
+        prose("23"), r"at least one bit of about (\d+) % of the logits in 16 bits, and of (\d+) % in fp32"
     )
     assert all(abs(percent[name] - number(about)) < 2 for name in ("float16", "bfloat16"))
     assert shown(percent["float32"], full)
@@ -80,7 +80,7 @@ def test_few_requests_change_equally_many_logits_in_16_bits_only():
 def test_small_batches_pay_for_the_mode():
     lost = {n: 100 * COST[w]["cost"] for n, w in ((1, "W0"), (8, "W1"), (64, "W2"), (256, "W3"))}
     claim("23", r"the mode loses (\d+) % of the throughput, more than we predicted", lost[1])
-    said(prose("23"), r"\(W1\) as much as we predicted, and .* a few percent, where we predicted nothing")
+    said(prose("23"), r"\(W1\) as much as we predicted; and .* a few percent, where we predicted no loss")
     steps = {n: PERSISTENT.ledger_before(n) for n in lost}
     own = {n: sum(map(one.us_by_cause().get, ("GEMM", "norm"))) for n, one in steps.items()}
     longer = {n: max(own[n], own[64]) - own[n] for n in lost}

@@ -121,7 +121,7 @@ def test_bits_and_distances_are_those_of_the_formats():
 
 
 def test_near_ties_and_equal_choices_are_those_recorded():
-    one, words = KINDS["bfloat16"][RUNG], r"tokens before, ([\d.]+) % of the bfloat16 choices agree"
+    one, words = KINDS["bfloat16"][RUNG], r"same preceding tokens, ([\d.]+) % of the bfloat16 choices agree"
     claim("23", words, 100 * one["share_of_argmax_equal"])
     assert one["smallest_gap_of_reference"] == 0 and one["gap_at_first_difference"] == 1 / 16
     sequences, tokens = map(number, said(prose("23"), r"of (\d+) sequences of `rose-tiny` with (\d+) new"))
