@@ -175,7 +175,7 @@ def test_the_verdicts_percentages_are_those_of_the_recorded_steps():
     values = [min(one_long), max(one_long), less(256, "one long"), min(spread), max(spread)]
     claim("30", words, *values)
     unequal = [over_equal(rows, share) for rows in (64, 128, 256) for share in ("spread", "one long")]
-    claim("30", r"cost about (\d+) % more than equal whole rows at most", max(unequal))
+    claim("30", r"in pieces take at most about (\d+) % longer than equal whole rows", max(unequal))
     words = r"pieces take (\d+) % more at 8 rows, .* and (\d+) % more at 64 and 256"
     for rows in (64, 256):
         claim("30", words, -less(8, "equal"), -less(rows, "equal"))
@@ -229,7 +229,7 @@ def test_what_modes_add_to_a_greedy_step_is_recorded():
         share = {n: 100 * (median(one["top-p"]) / median(one["greedy"]) - 1) for n, one in steps.items()}
         assert max(share, key=lambda n: share[n]) == 256
         values.append(share[256])
-    claim("31", r"dearest at 256 rows: (\d+) % for Qwen3-0.6B, (\d+) % for GPT-2", *values)
+    claim("31", r"adds most at 256 rows: (\d+) % for Qwen3-0.6B, (\d+) % for GPT-2", *values)
     words, found = r"of every token make a step ([\d.]+) to ([\d.]+) times", times("logprobs")
     claim("31", words, min(found), max(found))
 
