@@ -151,6 +151,12 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
     assert max(times, key=lambda name: times[name]) == "RowByRow"
 
 
+def test_more_sequences_bring_the_best_rung_nearer_to_the_floor():
+    words = r"the best rung reaches (\d+) % of the floor's rate at W1 and (\d+) % at W2"
+    floors = {name: records.floor_tok_s(find(), name) for name in ("W1", "W2")}
+    claim("29", words, *(100 * find().value(name, "split_kv") / floor for name, floor in floors.items()))
+
+
 # 30
 
 
@@ -259,10 +265,29 @@ def test_starts_and_first_runs_are_those_recorded():
     words = r"the first run has (\d+) to (\d+) % .*, without one (\d+) to (\d+) %"
     claim("32", words, min(warm), max(warm), min(cold), max(cold))
     asked = (True, "filled"), (True, "empty"), (False, "filled")
-    words = r"takes ([\d.]+) s for it, or ([\d.]+) s where .*, in place of ([\d.]+) s"
+    words = r"constructor takes (\S+) s with it \((\S+) s if .*?\) instead of (\S+) s"
     claim("32", words, *(first_request.construction_s(of[one]) for one in asked))
+    words = r"first token comes after (\S+) s; without one after (\S+) s, or (\S+) s if"
+    for cache in first_request.CACHES:
+        starts = (True, cache), (False, "filled"), (False, "empty")
+        claim("32", words, *(of[one]["runs"][0]["first_token_s"] for one in starts))
     filled, empty = (of[one]["parts_s"]["warm_up"] for one in asked[:2])
     claim("32", r"(\d+) % of the warm-up is Triton's compilation", 100 * (1 - filled / empty))
+
+
+def test_later_runs_differ_as_said():
+    differences = []
+    for one in PROCESSES:
+        speeds = [run["throughput_tok_s"] for run in one["runs"][1:] if not run["late_captures"]]
+        differences.append(100 * (1 - min(speeds) / max(speeds)))
+    claim("32", r"that capture nothing also differ, by up to (\d+) %", max(differences))
+
+
+def test_an_import_takes_longest_with_a_filled_cache():
+    said(prose("32"), r"with a filled cache, the longest part of a start is .* H200 as well: `(import)`")
+    for one in PROCESSES:
+        if one["cache"] == "filled":
+            assert max(one["parts_s"], key=lambda part: one["parts_s"][part]) == "import"
 
 
 def test_graphs_captured_late_are_those_recorded():
