@@ -163,8 +163,8 @@ def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load
     if unexplained > 1 - EXPLAINED:
         most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share).cause
         yield (
-            f"why {percent(unexplained)} of the step, {most} most of it, stays below the ceilings; exchange "
-            f"what does {most} in a Loop of your own and run both with try_in_turns"
+            f"why {percent(unexplained)} of the step, mostly {most}, stays below the ceilings; replace {most} "
+            "in a Loop of your own and compare both with try_in_turns"
         )
     if p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH):
         yield (
@@ -177,8 +177,8 @@ def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load
         yield "how this rung does elsewhere: on a CPU its specification in plain torch runs; run this there"
     if isinstance(steps, TransformersSteps):
         yield (
-            "what torch.compile gives: it compiles for minutes, too long for a trial; compile the model and "
-            "diagnose a Loop over it"
+            "what torch.compile gives: compiling takes too long for a trial; compile the model and diagnose "
+            "a Loop over it"
         )
         if ours is None:
             yield (

@@ -68,7 +68,7 @@ def findings(p: Profile) -> tuple[Finding, ...]:
         if p.on_gpu not in on or share < least:
             continue
         bound = None if cause in CEILINGS else 1 / (1 - min(share, 0.99))
-        without = f". Without that: at most {number(bound)}×" if bound else ""
+        without = f". Removing it gives at most {number(bound)}×" if bound else ""
         found.append(Finding(cause, share, told[cause] + without, bound, cures))
     return tuple(sorted(found, key=lambda finding: -finding.share))
 

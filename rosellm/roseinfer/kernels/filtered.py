@@ -11,8 +11,8 @@ The head has stored the logits of filtered rows (``filtered_head.Tiles``). Rows 
 3. The candidate with the largest logit plus noise is drawn. It is accepted if fewer than k candidates, with
    less than top-p of the mass, are more probable. If it is rejected, the next draw is from the candidates
    that are more probable. A draw from all tokens is seldom rejected: if the kept tokens have mass p, about 1
-   + ln(1/p) draws are needed (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et
-   al. 2025; here the result is the one token that the noise selects among the kept ones, whatever was
+   + ln(1/p) draws are needed (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Xing
+   et al. 2025; here the result is the one token that the noise selects among the kept ones, whatever was
    rejected before).
 """
 
