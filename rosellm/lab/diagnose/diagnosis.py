@@ -163,8 +163,8 @@ def _undetermined(steps: Steps, p: Profile, found: Sequence[Finding], ours: Load
     if unexplained > 1 - EXPLAINED:
         most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share).cause
         yield (
-            f"why {percent(unexplained)} of the step, mostly {most}, stays below the ceilings; replace {most} "
-            "in a Loop of your own and compare both with try_in_turns"
+            f"why {percent(unexplained)} of the step, mostly {most}, stays below the ceilings; replace "
+            f"{most} in a Loop of your own and compare both with try_in_turns"
         )
     if p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH):
         yield (
