@@ -103,7 +103,7 @@ class RecordedPair:
         headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"]
         headers += ["range over engines", "by whole runs"]
         self.print_table(headers, self.predicted, figures)
-        print("range over engines: the smallest and largest difference between one engine of each rung")
+        print("range over engines: smallest and largest saving of any pair, each rung being timed in three")
         print("by whole runs: the saving per step that the tokens per second of whole runs imply")
         workload = next(iter(self.predicted))
         dated = self.results.environment_line
@@ -314,7 +314,7 @@ class RecordedPair:
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
         if workloads:
             self.print_table(headers, workloads, figures)
-            print("spread: of repeats; a change counts if they do not overlap, and above twice the spread")
+            print("spread: of the repeats; a change counts if it exceeds twice that, and these are disjoint")
         for results in self.machines:
             apart = [one.workload for one in self._measured(results) if not one.same_session]
             if apart:

@@ -160,7 +160,7 @@ class Rung(RecordedPair):
                 raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
         kinds = {choose_kernels("auto", LADDER[rung].launch, self.gpt.device).name for rung in pair}
         same = "generate the same" if one == two else "part at a near-tie of two logits within"
-        said = "fp32, here: {} and {} {} {} × {} tokens".format(*pair, same, batch, new_tokens)
+        said = "fp32, here: {} and {} {} {} tokens for {} prompts".format(*pair, same, new_tokens, batch)
         return said + ON_TORCH * (kinds == {"torch"})
 
 
