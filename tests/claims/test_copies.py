@@ -362,37 +362,24 @@ def test_a_graph_pays_most_where_a_step_is_short():
 # 09
 
 
-def test_slots_gain_where_rows_are_many_and_nothing_today():
-    nb = pair_of("mutable_block_info")
-    said(
-        prose("09"),
-        "makes the largest batch a quarter faster. W4 gains half as much; W2's gain is within the",
-    )
-    assert faster(nb.after) == ["W3", "W4"] and 0.23 < nb.gain("W3") < 0.28 and nb.gain("W2") > 0
-    assert 0.45 < nb.gain("W4") / nb.gain("W3") < 0.55
-    said(prose("09"), "Today no gain shows. .* whole runs of W1 and W2 are as fast with tuples as with")
-    for best, tuples in (best_and_without(workload, "block_info") for workload in ("W1", "W2")):
-        assert abs(median(tuples) / median(best) - 1) < 0.01
-    best, _ = best_and_without("W3", "block_info")
-    claim("09", r"the repeats of W3 spread by (\d+) %, too far to tell", 100 * (max(best) / min(best) - 1))
-
-
-def test_reserve_and_whole_runs_save_what_was_predicted_and_w3s_steps_more():
+def test_slots_gain_where_rows_are_many_and_reserve_saves_what_was_predicted():
     nb, promised = pair_of("mutable_block_info"), predicted("09")
-    said(prose("09"), "batch sizes `reserve` gets shorter by what was predicted, to within 25 %")
+    said(prose("09"), "makes the largest batch a quarter faster, and `reserve` gets shorter by what was pred")
+    assert faster(nb.after) == ["W3", "W4"] and 0.23 < nb.gain("W3") < 0.28
+    said(prose("09"), "shorter by what was predicted, to within 25 %, at all three batch sizes")
     for us, batch in zip(promised.values(), BATCHES, strict=True):
         old, new = (one["host: reserve"] for one in causes_us(nb, batch))
         assert abs((old - new) / us - 1) < 0.25
-    said(
-        prose("09"),
-        "half as much again as predicted, and nearly that even at the low end .*, while its whole runs",
-    )
-    (least, _), (_, most) = (one.range_us for one in nb.step_us("W3"))
-    assert 1.4 < (least - most) / promised["W3"] < 1.5 < step_saved(nb, "W3") / promised["W3"] < 1.55
-    assert abs(run_saved(nb, "W3") / promised["W3"] - 1) < 0.05
-    times = [one.us / whole for one, whole in zip(nb.step_us("W3"), nb.whole_run_us("W3"), strict=True)]
+
+
+def test_whole_runs_of_256_rows_save_what_was_predicted_or_differ_as_expected():
+    rungs = "mutable_block_info", "resident_tables", "one_table"
+    said(prose("09"), "what was predicted, `resident_tables` less and `one_table` more, both as expected")
+    said(prose("09"), "Expect an overestimate: the host must still compare")
+    said(prose("09"), "so expect an underestimate")
+    ratios = [run_saved(pair_of(rung), "W3") / predicted("09", i)["W3"] for i, rung in enumerate(rungs)]
+    assert abs(ratios[0] - 1) < 0.05 and ratios[1] < 0.95 and ratios[2] > 1.05
+    times = []
+    for nb in map(pair_of, rungs):
+        times += [one.us / us for one, us in zip(nb.step_us("W3"), nb.whole_run_us("W3"), strict=True)]
     claim("09", r"they take (\S+) to (\S+) times what whole runs imply", min(times), max(times))
-    said(
-        prose("09"), "At 8 and 64 sequences the timed steps decide nothing: the range over engines includes 0"
-    )
-    assert [overlap(nb, workload) for workload in ("W1", "W2")] == [True, True]
