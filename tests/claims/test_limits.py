@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -70,11 +71,21 @@ def test_few_requests_change_equally_many_logits_in_16_bits_only():
     said(prose("23"), r"2, 8 and 16 requests change the same number of logits; in fp32 they do not")
     few = [{kind["fast"][f"{n} together"] for n in (2, 8, 16)} for kind in BITS.values()]
     assert list(map(len, few)) == [1, 1, 3] and list(BITS)[2] == "float32"
-    said(prose("23"), r"uses the same tiles for 2 and for 8")
+    said(prose("23"), r"the recorded `_few_rows_kernel` uses the same tiles for 2 and for 8")
     for n, k in ((2304, 768), (768, 3072)):
         assert _few_rows_shape(2, n, k, torch.float32) == _few_rows_shape(8, n, k, torch.float32)
     context = 150 + 24  # tokens of the prompt and new ones, in the record
     assert whole_rows(2, 12, context, PROCESSORS) == whole_rows(8, 12, context, PROCESSORS)
+
+
+def test_the_recorded_kernels_change_at_the_rows_that_are_said():
+    words = r"up to (\d+) rows ran `_few_rows_kernel`, and 17 to .* parts changed at (\d+) and at (\d+) rows"
+    few, second, third = map(number, said(prose("23"), words))
+    for kind in ("float16", "bfloat16"):
+        counts = {how.split()[0]: n for how, n in BITS[kind]["fast"].items() if how.endswith("together")}
+        ends = pairwise((1, few, second - 1, third - 1, 256))
+        spans = [{n for rows, n in counts.items() if first < int(rows) <= last} for first, last in ends]
+        assert list(map(len, spans)) == [1] * 4 and all(one != other for one, other in pairwise(spans))
 
 
 def test_small_batches_pay_for_the_mode():

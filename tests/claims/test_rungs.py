@@ -95,7 +95,7 @@ def test_the_changes_to_the_ring_did_what_is_said():
         turns = [list(one.values()) for model in models.values() for one in model.values()]
         ratios = [median(after) / median(before) for before, after in turns]
         spans[name] = min(ratios), max(ratios)
-    said(prose("19"), "With half the shared memory, fewer weights are in flight, and no step gets faster")
+    said(prose("19"), "With half the shared memory, no step gets faster")
     assert spans["half the shared memory"][0] > 0.995
     said(prose("22"), "norms at the end of a GEMM whose .* gains nothing either")
     assert spans["norms at the end of the GEMM before them"][0] > 0.985
