@@ -224,6 +224,9 @@ def verdicts_told(path: Path) -> list[str]:
         if isinstance(node, ast.Assign) and _called(node.value) == "open_rung" and len(node.value.args) == 1
     }
     judged = {node.func.value.id for node in nodes if _called(node) == "verdict"}
+    for node in nodes:
+        if _called(node) == "recorded" and node.args:  # one table of several rungs
+            judged |= {one.id for one in (node.func.value, *node.args) if isinstance(one, ast.Name)}
     return [rung for name, rung in opened.items() if name in judged]
 
 
