@@ -304,8 +304,6 @@ def test_what_bounds_a_step_is_what_the_ledgers_say():
     near = {w: 100 * one.floor_us / one.us for w, one in gemm.items()}
     words = r"their floor is (\d+) % of their time for one .* (\d+) % for 16 \(L8K\)"
     claim("28", words, near["D1"], near["L8K"])
-    said(prose("28"), "16 rows take even longer than the GEMMs and norms of D64's 64 rows together")
-    assert gemm["L8K"].us > gemm["D64"].us + parts["D64"]["norm"].us
     share = {w: 100 * one.us / LEDGERS[w].step_us for w, one in attention.items()}
     near_bytes = {w: 100 * one.floor_us / one.us for w, one in attention.items()}
     words = r"is (\d+) % of the step, and its floor (\d+) % .* L32K it is (\d+) %, and its floor (\d+) %"
@@ -393,7 +391,7 @@ def test_all_reduces_and_waiting_have_the_share_of_a_step_that_is_said():
     n = cuts.sums_a_step(cuts.MODELS["Llama-3.1-8B"])
     words = r"at D64 it takes ([\d.]+) to ([\d.]+) µs with residual, norm and waiting, .* has ([\d.]+)\."
     claim("35", words, *(us / n for us in sums), US["512"]["one_shot"])
-    said(prose("35"), "Attention, in turn, takes more than half of its time on one GPU")
+    said(prose("35"), "Attention, for its part, takes more than half of the time that it takes on one GPU")
     alone = Results(find().folder / "Llama-3.1-8B").figures("ledgers", "D64")["rows"]
     (attention_us,) = (row["us"] for row in alone if row["cause"] == "attention")
     assert min(ledger["attention"] for ledger in steps.ledgers) > attention_us / 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
+from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS, Workload
 from rosellm.lab.records import records
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import Results, _rivals_file, find, floor_tok_s
@@ -135,7 +135,15 @@ def whole_run(model: str, name: str) -> tuple[float, float, str]:
     medians, tokens = result["medians"], workload.num_requests * (workload.prompt_tokens or 1)
     prompts = medians.get("prefill_time_s", 0) > medians["total_time_s"] / 2
     multiplies = prompts and tokens > TFLOP_S / READ_TB_S  # else reading 16-bit weights takes longer
-    return value, 100 * near, "latency" if near < 0.6 else "arithmetic" if multiplies else "memory"
+    if near < 0.6:
+        return value, 100 * near, "latency" if near / filled(medians, workload) < 0.6 else "empty slots"
+    return value, 100 * near, "arithmetic" if multiplies else "memory"
+
+
+def filled(medians: dict[str, float], workload: Workload) -> float:
+    """The mean share of slots that a decode step fills; 1 if steps were not counted."""
+    steps = medians.get("decode_steps")
+    return medians["decode_tokens"] / steps / workload.max_batch_size if steps else 1.0
 
 
 def workloads_table(text: str) -> Claims:
@@ -154,7 +162,9 @@ def workloads_table(text: str) -> Claims:
         firsts = [(bound, next(each)[1]) for bound, each in groupby(found, key=lambda one: one[0])]
         words = [firsts[0][0], *(f"from {model} on, {bound}" for bound, model in firsts[1:])]
         claims.append(("; ".join(words), bounds))
-    return claims
+    (medians,) = (one["medians"] for one in H200.record("W8", BEST_RUNG)["results"].values())
+    slots = 100 * filled(medians, WORKLOADS["W8"]), WORKLOADS["W8"].max_batch_size
+    return [*claims, *zip(slots, sentence(text, "its steps fill only #% of the # slots"), strict=True)]
 
 
 @cache

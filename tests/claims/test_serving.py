@@ -30,8 +30,8 @@ def best(share, way="apart", itl_s=ITL_S):
 
 def test_prefills_take_what_is_said_by_tokens():
     us = {run.workload: run.measured_us[1] for run in RUNS if run.model == "Qwen3-0.6B"}
-    said(prose("33"), "A pass of 64 tokens takes hardly longer than one of a single token")
-    assert us["TTFT64"] < 1.2 * us["D1"]
+    longer = 100 * (us["TTFT64"] / us["D1"] - 1)
+    claim("33", r"A pass of 64 tokens takes only (\d+) % longer than a pass of one", longer)
     weights_us = read_us(find(), cuts.step_bytes(cuts.MODELS["Qwen3-0.6B"]))
     claim("33", r"Reading all weights takes ([\d.]+) ms of it; the rest is latency", weights_us / 1e3)
     assert weights_us < us["D1"] / 3
@@ -151,7 +151,8 @@ def test_the_plan_is_as_near_to_the_records_as_said():
     words = r"step takes (\S+) µs per layer, (\S+) times .*\((\S+) with .*\), (\S+) times .* and (\S+) times"
     layer, weights, more, attention, activations = plan_checks.fit(RUNS).decode
     claim("37", words, layer, weights, weights + more, attention, activations)
-    claim("37", r"errors reach (\d+) %\.", 100 * plan_checks.worst(CHECKS, "prefill"))
+    words = r"errors reach (\d+) %, and (\d+) % for a model that was not seen"
+    claim("37", words, *(100 * plan_checks.worst(CHECKS, "prefill", other) for other in (False, True)))
     assert all(abs(one - other) < 2 for one, other in zip(step, whole, strict=True))
     words = r"predicts two GPUs within (\d+) %\. Unscaled it is up to (\d+) % too fast"
     scaled = max(abs(one.other_error) for one in PAIRS)
@@ -232,7 +233,7 @@ def test_batches_with_a_shared_beginning_are_as_fast_as_recorded():
 def test_a_workload_after_one_system_prompt_gains_what_was_recorded():
     runs, (ours, theirs) = CACHE["PFX"]["runs"], one_lease("Qwen3-0.6B")["PFX 256x64 p1024+64"]
     tok_s, (cached,) = shared_prompts.middle(runs, "tok_s"), set(runs["empty"]["cached_tokens"])
-    words = r"makes PFX ([\d.]+) times as fast .* which (\d+) of the (\d+) requests find"
+    words = r"makes this workload ([\d.]+) times as fast .* which (\d+) of the (\d+) requests find"
     claim(
         "38", words, tok_s["empty"] / tok_s["cold"], cached / CACHE["PFX"]["shared"], CACHE["PFX"]["requests"]
     )
