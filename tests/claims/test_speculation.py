@@ -38,13 +38,11 @@ def test_steps_that_verify_take_what_is_said():
     words = rf"seven drafts make steps of one to eight sequences {FIGURE} to {FIGURE} times as long, "
     words += rf"three those of 64 up to {FIGURE} times"
     claim("39", words, min(seven), max(seven), max(many))
-    words = (
-        rf"seven drafts take {FIGURE} times a plain step in Llama-3.1-8B and {FIGURE} times in Llama-3.2-1B"
-    )
+    words = rf"seven drafts takes {FIGURE} times as long as a plain one in Llama-3.1-8B, and {FIGURE} in "
     claim("39", words, TIMES[LARGE, ALONE][7], TIMES[MIDDLE, ALONE][7])
     words = rf"what was predicted: {FIGURE} times with one sequence, where a step"
     claim("39", words, TIMES[SMALL, ALONE][7])
-    words = rf"after 2,000 tokens, eight sequences with one draft each take {FIGURE} times"
+    words = rf"after 2,000 tokens, a step of eight sequences with one draft each takes {FIGURE} times"
     claim("39", words, TIMES[SMALL, "8 × 2000"][1])
     claim("39", r"seven drafts more cost (\d+) %", 100 * TIMES[LARGE, ALONE][7] - 100)
 
@@ -123,7 +121,7 @@ def test_the_gains_promised_are_those_of_the_steps_recorded():
     claim("39", words, *(speculation.expected_gain(US[name], 7, p, n) for name, p, n in gains))
     assert max(US[LARGE]) == max(US[SMALL]) == 64
     said(prose("39"), "No plain step of more than 64 rows is recorded")
-    words = r"most (\d+) rows in a step: seven drafts of (\d+) sequences, three of (\d+), or one of (\d+)"
+    words = r"most (\d+) rows: seven drafts of (\d+) sequences, three of (\d+), or one of (\d+)"
     claim("39", words, MOST_VERIFIED, *(MOST_VERIFIED // (k + 1) for k in (7, 3, 1)))
 
 
