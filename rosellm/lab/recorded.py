@@ -103,7 +103,7 @@ class RecordedPair:
         headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"]
         headers += ["range over engines", "by whole runs"]
         self.print_table(headers, self.predicted, figures)
-        print("range over engines: smallest and largest saving of any pair, each rung being timed in three")
+        print("range over engines: smallest and largest saving between one engine of each rung, of three each")
         print("by whole runs: the saving per step that the tokens per second of whole runs imply")
         workload = next(iter(self.predicted))
         dated = self.results.environment_line
@@ -314,7 +314,8 @@ class RecordedPair:
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
         if workloads:
             self.print_table(headers, workloads, figures)
-            print("spread: of the repeats; a change counts if it exceeds twice that, and these are disjoint")
+            print("spread: the larger range of the two rungs' repeats, in % of the first rung's median")
+            print("A change counts if it is more than twice the spread and the repeats do not overlap.")
         for results in self.machines:
             apart = [one.workload for one in self._measured(results) if not one.same_session]
             if apart:
