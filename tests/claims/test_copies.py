@@ -128,6 +128,15 @@ def test_paged_attention_gains_everywhere_but_at_w3():
     assert faster("paged") == [one for one in gains if one != "W3"] and max(gains, key=gains.get) == "W2"
 
 
+def test_the_bytes_of_dense_attention_take_less_than_its_recorded_step():
+    said(prose("01"), "none up to 1,000 tokens, though at batch 256 these bytes nearly take that long")
+    nb, a_token = pair_of("paged"), 2 * 12 * 768 * 2
+    moved = a_token * (2 * (2 * 16 * 64 + 1000) + 3 * 1001)  # of a sequence of 16 blocks of 64
+    us = moved / (1e6 * RESULTS.load("ceilings")["figures"]["copy_TB_s"][0])
+    share = {w: n * us / nb.step_us(w)[0].us for w, n in {"W0": 1, "W1": 8, "W2": 64, "W3": 256}.items()}
+    assert 0.95 < share["W3"] < 1 and max(share["W0"], share["W1"], share["W2"]) < 0.5
+
+
 def test_paged_attention_saves_copies_at_64_sequences_and_launches_below():
     two = {n: ledgers(pair_of("paged"), n) for n in (1, 8, 64)}
     busy = {n: (old.busy * old.step_us - new.busy * new.step_us) / 1e3 for n, (old, new) in two.items()}
