@@ -103,7 +103,7 @@ class RecordedPair:
         headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"]
         headers += ["range over engines", "by whole runs"]
         self.print_table(headers, self.predicted, figures)
-        print("range over engines: smallest and largest saving between one engine of each rung, of three each")
+        print("range over engines: smallest and largest saving between one engine of each rung, of three")
         print("by whole runs: the saving per step that the tokens per second of whole runs imply")
         workload = next(iter(self.predicted))
         dated = self.results.environment_line
