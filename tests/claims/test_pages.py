@@ -347,7 +347,8 @@ def fastest(gemms: dict[str, Any], n: str) -> float:
 def trials_table(text: str) -> Claims:
     """The number of models, the least and greatest number of sequences, and the range of each trial."""
     claims: Claims = []
-    for trial, n_models, sequences, times, _verdict in rows(text, "trials"):
+    tables = (rows(text, f"{part}_trials") for part in ("gemm", "attention", "step"))
+    for trial, n_models, sequences, times, _verdict in chain.from_iterable(tables):
         name, record = said(trial, r"^\[(.*)\]\(.*/(\w+)\.(?:json|ipynb)\)$")
         if times == "–":  # the notebook has the figures
             continue
