@@ -183,7 +183,7 @@ def test_routers_keep_the_limits_for_the_shares_said():
     """The notebook simulates them whenever it runs."""
     words = r"(\d+) % of the requests meet .* tokens, (\S+) % if .* and (\S+) to (\S+) % if it counts nothing"
     ways = ("fewest tokens", "fewest requests", "round robin", "at random")
-    claim("37", words, *(table_row("37", "long", way)[0] for way in ways))
+    claim("37", words, *(table_row("37", "long, in chunks", way)[0] for way in ways))
     unchunked, *_ = table_row("37", "long, as one whole", "fewest tokens")
     claim("37", r"only (\S+) % meet them even with the best router", unchunked)
 
