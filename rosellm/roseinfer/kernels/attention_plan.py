@@ -109,9 +109,9 @@ def variant_for(
     mean: average number of cached tokens per row; None if all rows are equally long.
 
     Rows that fill the GPU stay whole, unless one row could outlast the rest: with several query heads per KV
-    head, if ``longest``, rounded up to a power of two, exceeds ``LONG`` times the programs per SM; with a
-    single query head, if it is more than 1.5 times the mean. Lengths between two powers of two share one or
-    two variants, because each variant is captured in its own graph.
+    head, if ``longest``, rounded up to a power of two, exceeds ``LONG`` times the programs per SM; with one
+    query head per KV head, if it is more than 1.5 times the mean. Lengths between two powers of two share one
+    or two variants, because each variant is captured in its own graph.
     """
     reach, share = next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
