@@ -164,7 +164,7 @@ class JoinedPass:
         return self._layer_runs[key]
 
     def _token_run(self, rows: int, places: int, mode: str) -> Callable[[], Tensor]:
-        key = rows, places, mode
+        key = rows, places, self.packed.next_tokens.chooser.serving(mode, rows + places)
         if key not in self._token_runs:
             self._token_runs[key] = self._captured(partial(self._choose, *key), 1, places)
         return self._token_runs[key]

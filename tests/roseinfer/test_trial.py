@@ -146,7 +146,7 @@ def test_a_gpus_share_is_kept():
     total = torch.cuda.mem_get_info()[1]
     small, large = (
         Engine(gpt, max_batch_size=1 << 22, gpu_memory_utilization=share, recipe="dense").num_kv_blocks
-        for share in (0.2, 0.3)
+        for share in (0.6, 0.7)  # other tests may run on the same GPU
     )
     per_block = 64 * gpt.config.kv_bytes_per_token(4)
     assert (large - small) * per_block <= 0.31 * total

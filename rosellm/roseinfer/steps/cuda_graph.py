@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from rosellm.errors import OptionError
 from rosellm.no_collection import no_collection
 
 T = TypeVar("T")
@@ -103,5 +104,12 @@ class Graphs:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """Return a new :class:`Graphs`, or None on a CPU."""
-    return Graphs() if device.type == "cuda" else None
+    """Return a new :class:`Graphs`, or None on a CPU.
+
+    Raises ``OptionError`` if torch allocates by ``cudaMallocAsync``, which has no memory pools.
+    """
+    if device.type != "cuda":
+        return None
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise OptionError(f"CUDA graphs need the native allocator; PYTORCH_CUDA_ALLOC_CONF chose {backend}")
+    return Graphs()

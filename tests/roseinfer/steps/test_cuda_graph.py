@@ -9,7 +9,14 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from rosellm.roseinfer.steps.cuda_graph import _IDLE, Graphs
+from rosellm.errors import OptionError
+from rosellm.roseinfer.steps.cuda_graph import _IDLE, Graphs, graphs_on
+
+
+def test_an_allocator_without_memory_pools_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(OptionError, match="native allocator; PYTORCH_CUDA_ALLOC_CONF chose cudaMallocAsync$"):
+        graphs_on(torch.device("cuda"))
 
 
 @pytest.mark.gpu
