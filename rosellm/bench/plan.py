@@ -107,11 +107,11 @@ _WHOLE = {"D1": 4.0, "D8": 4.0, "D64": 6.0, "P512": 7.0, "MIX": 18.0, "L8K": 8.0
 _WHOLE |= {"TTFT64": 3.0, "TTFT1K": 3.0, "ledgers": 12.0, "prompt_attention": 16.0}
 _SLOWER = {"D1": 10.0, "D8": 8.0, "D64": 12.0, "P512": 18.0, "MIX": 46.0, "L8K": 22.0, "L32K": 12.0}
 _SLOWER |= {"PRE": 24.0, "ledgers": 29.0}
-MODEL_RUNS = [
-    _measured(QWEN, _of(QWEN, _WHOLE | {"steps-D1": 36.0, "steps-D64": 36.0, "plain_loops": 200.0})),
-    _measured(LLAMA_1B, _of(LLAMA_1B, _WHOLE) | {"llama_1b_protocol": 16.0}),
-    _measured(LLAMA_8B, _of(LLAMA_8B, _WHOLE | _SLOWER)),
-]
+MODEL_RUNS = {
+    QWEN: _of(QWEN, _WHOLE | {"steps-D1": 36.0, "steps-D64": 36.0, "plain_loops": 200.0}),
+    LLAMA_1B: _of(LLAMA_1B, _WHOLE) | {"llama_1b_protocol": 16.0},
+    LLAMA_8B: _of(LLAMA_8B, _WHOLE | _SLOWER),
+}
 
 _ALL = "--formats none fp8 int8 int4 --turns 1"
 _BY_ROWS = f"{_ALL} --rows 1,2,4,8,16,32,64,128,256 --prompt-tokens 1 --new-tokens 64"
@@ -153,7 +153,7 @@ PLAN = [
     Block("ladder", LADDER_RUNS),
     Block("steps", STEP_RUNS),
     Block("serving", SERVING_RUNS),
-    Block("models", MODEL_RUNS),
+    *(Block(Path(model).name, [_measured(model, records)]) for model, records in MODEL_RUNS.items()),
     Block("formats", FORMAT_RUNS),
     Block("drafts", DRAFT_RUNS),
 ]
