@@ -90,7 +90,7 @@ def _run(model: str, record: dict[str, Any], ceiling: Ceiling) -> Run:
         record["workload"],
         Cut(read_arch(record["model_shape"]), ceiling),
         at_once(options),
-        SchedulerConfig(prefill_token_budget=options.prefill_token_budget),
+        SchedulerConfig(),
         record["max_batch_size"],
         round(medians["decode_tokens"] / steps),
         tuple(one * 1e6 for one in seconds),

@@ -69,9 +69,10 @@ def test_the_rest_of_a_step_is_our_layers_and_the_rivals_host():
     small = [1e6 / one_lease(one)["D1"][1] for one in (QWEN, LLAMA_1B)] + [1e6 / one_lease("gpt2")["W0"][1]]
     words = r"a step takes ([\d.]+) to ([\d.]+) ms in each of the three smaller models"
     claim("22", words, min(small) / 1e3, max(small) / 1e3)
-    said(prose("22"), "although their floors differ by a factor of ten; our overheads hardly change")
+    said(prose("22"), "although their floors differ by a factor of ten")
+    claim("22", r"our overheads differ by at most (\d+) µs", max(map(abs, map(float.__sub__, ours, slower))))
     factor = floors[LLAMA_1B] / floor_us(RESULTS, "W0")
-    assert 9 < factor < 11 and all(abs(one - other) < 1.5 for one, other in zip(ours, slower, strict=True))
+    assert 9 < factor < 11
     assert all(later > 1.03 * one for one, later in zip(theirs, their_slower, strict=True))
 
 
@@ -212,9 +213,8 @@ def test_the_guess_holds_for_one_sequence_and_fails_for_64_of_the_largest_model(
     off = {(w, name): 100 * abs(us / foretold(name, w) - 1) for (w, name), us in step.items()}
     words = r"it is within (\d+) % of all three recorded steps"
     claim("28", words, max(off["D1", name] for name in SHAPES))
-    words = r"For 64 sequences it is (\d+) % off for the small models"
-    for name in (QWEN, LLAMA_1B):
-        claim("28", words, off["D64", name])
+    words = r"For 64 sequences it is (\d+) and (\d+) % off for the small models"
+    claim("28", words, *(off["D64", name] for name in (QWEN, LLAMA_1B)))
     floor = {w: model_ladder.step_floor_us(RESULTS, SHAPES[LLAMA_8B], w) for w in ("D1", "D64")}
     said(prose("28"), "because nine tenths of its step are the floor")
     assert round(floor["D1"] / step["D1", LLAMA_8B], 1) == 0.9
@@ -242,11 +242,10 @@ def paying() -> dict[str, set[str]]:
 
 def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
     one, modern_one, many, modern_many = paying().values()
-    words = (
-        r"(\d+) rungs shorten GPT-2's step .* (\d+) of them do .*At 64 sequences, (\d+) others pay on Qwen3"
-    )
-    for old, new in ((one, modern_one), (many, modern_many)):
-        claim("28", words, len(old), len(old & new), len(modern_many - many))
+    words = r"(\d+) rungs shorten GPT-2's step .* (\d+) of them do .* one sequence and (\d+) at 64"
+    words += r".*At 64 sequences, (\d+) others"
+    assert len(one) == len(many)
+    claim("28", words, len(one), len(one & modern_one), len(many & modern_many), len(modern_many - many))
     assert "fused_head" in one & many and "fused_head" not in modern_one | modern_many
     said(prose("28"), "slow only for GPT-2's odd vocabulary")
     assert SHAPES[QWEN].vocab_size % 64 == 0 != model_ladder.GPT2.vocab_size % 2
@@ -256,14 +255,9 @@ def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
     assert modern_one - one == {"small_gemm", "split_kv"}
     us = LADDERS["Qwen3, D1"]
     assert abs(us["small_gemm"] / us[BEFORE["small_gemm"]] - 2 / 3) < 0.025
-    steps = model_ladder.twin_steps(RESULTS, QWEN)
-    early = [*us][1 : [*us].index("full_batch") + 1]
-    noisy = [*(steps["Qwen3, D1"][rung] for rung in early), steps["Qwen3, D64"]["paged"]]
-    apart = [100 * (most / least - 1) for least, most in (one.spread_us for one in noisy)]
-    words = r"rungs up to `full_batch`, and at D64 `paged`, .* repeats differ by (\d+) to (\d+) %"
-    claim("28", words, min(apart), max(apart))
-    said(prose("28"), "of these only `cuda_graph` can be judged")
-    assert modern_one & {*early} == {"cuda_graph"} and "paged" not in modern_many
+    turns = [model_ladder.twin_steps(RESULTS, QWEN)[f"Qwen3, {w}"]["dense"].spread_us for w in ("D1", "D64")]
+    words = r"two turns of `dense` differ by (\d+) % at D1, and by (\d+) % at D64"
+    claim("28", words, *(100 * (most / least - 1) for least, most in turns))
 
 
 def test_the_way_was_not_predicted():
@@ -272,20 +266,21 @@ def test_the_way_was_not_predicted():
     words = r"takes (\d+) % longer than predicted at `resident_step`, and (\d+) % less at the best rung"
     claim("28", words, longer[0], -longer[1])
     said(prose("28"), "a rung does not save the same time per layer on both models")
-    said(prose("28"), "saves more than three times as much per layer as on GPT-2")
+    said(prose("28"), "saves almost four times as much per layer as on GPT-2")
     layers = {"GPT-2, W0": model_ladder.GPT2.n_layers, "Qwen3, D1": SHAPES[QWEN].n_layers}
     one, two = (
         (LADDERS[t][BEFORE["fused_append"]] - LADDERS[t]["fused_append"]) / n for t, n in layers.items()
     )
-    assert 3 < two / one < 3.5
+    assert 3.5 < two / one < 4
 
 
 def test_both_engines_pay_by_the_layer():
     rests = [model_ladder.rest_a_layer(RESULTS, name, arch, "D1") for name, arch in SHAPES.items()]
-    words = "overhead per layer is nearly the same for every model, and vLLM's is about four times ours"
-    said(prose("28"), words)
-    assert all(max(one) / min(one) < 1.2 for one in zip(*rests, strict=True))
-    assert all(round(theirs / ours) == 4 for ours, theirs in rests)
+    said(prose("28"), "is nearly the same for every model, and four to five times ours")
+    ours, theirs = zip(*rests, strict=True)
+    assert max(theirs) / min(theirs) < 1.05
+    claim("28", r"Ours grows with the width, from (\d+) to (\d+) µs", min(ours), max(ours))
+    assert {round(them / us) for us, them in rests} == {4, 5}
     leads = [models.speed_up(models.table(RESULTS, name)[0]) for name in (QWEN, LLAMA_8B)]
     claim("28", r"the lead falls from (\S+) to (\S+) times\.", *leads)
 
@@ -294,12 +289,10 @@ def test_what_bounds_a_step_is_what_the_ledgers_say():
     parts = {w: roles.by_role(ledger) for w, ledger in LEDGERS.items()}
     attention, gemm = ({w: own[role] for w, own in parts.items()} for role in ("attention", "GEMM"))
     (launched,) = (row.launches for row in LEDGERS["D1"].rows if row.cause == "attention")
-    words = (
-        r"attention takes (\d+) µs to read what takes (\d+) µs .* two kernels per layer, .* of (\S+) µs each"
-    )
+    words = r"attention takes (\d+) µs to read what takes (\d+) µs .* one kernel per layer, of (\S+) µs"
     us, floor_us = attention["D1"]
     claim("28", words, us, floor_us, us / launched)
-    assert launched // SHAPES[QWEN].n_layers == 2
+    assert launched == SHAPES[QWEN].n_layers
     near = {w: 100 * one.floor_us / one.us for w, one in gemm.items()}
     words = r"their floor is (\d+) % of their time for one .* (\d+) % for 16 \(L8K\)"
     claim("28", words, near["D1"], near["L8K"])
@@ -307,15 +300,15 @@ def test_what_bounds_a_step_is_what_the_ledgers_say():
     near_bytes = {w: 100 * one.floor_us / one.us for w, one in attention.items()}
     words = r"is (\d+) % of the step, and its floor (\d+) % .* L32K it is (\d+) %, and its floor (\d+) %"
     claim("28", words, *(of[w] for w in ("L8K", "L32K") for of in (share, near_bytes)))
-    words = r"PRE's GEMMs run at (\d+) % .* its attention is a third of the time, .* is (\d+) %\."
+    words = r"PRE's GEMMs run at (\d+) % .* its attention is nearly a third of the time, .* is (\d+) %\."
     claim("28", words, near["PRE"], near_bytes["PRE"])
-    assert abs(share["PRE"] - 100 / 3) < 2
+    assert 0.3 < share["PRE"] / 100 < 1 / 3
     said(prose("28"), "profiled kernels fill each step")
     assert not any(roles.IDLE in own for own in parts.values())
 
 
 def test_the_three_records_of_one_step_are_those_named():
-    words = r"three records: (\d+) µs in whole runs above, (\d+) µs here, (\d+) µs in the ledger"
+    words = r"three records .*: (\d+) µs in whole runs above, (\d+) µs here, (\d+) µs in the ledger"
     results, qwen = Results(results_folder() / REFERENCE), "Qwen3-0.6B"
     records = (
         model_ladder.mean_step_us(results, qwen, "D1"),

@@ -440,12 +440,12 @@ def test_readmes_picture_is_described_as_the_records_say():
 
 
 @pytest.mark.parametrize(
-    ("page", "figure"), [("docs/performance.md", "703"), ("notebooks/40_weights.ipynb", "64")]
+    ("page", "figure"), [("docs/performance.md", "128"), ("notebooks/40_weights.ipynb", "64")]
 )
 def test_corrections_write_the_recorded_figure_where_a_wrong_one_stands(tmp_path, monkeypatch, page, figure):
     monkeypatch.setattr(reading, "CORRECTIONS", defaultdict(dict))
     path, right = tmp_path / Path(page).name, (ROOT / page).read_text(encoding="utf-8")
-    words = {"703": "another H200, 703 µs", "64": "eight and 64 sequences"}[figure]
+    words = {"128": "one at a time, 128 new tokens", "64": "eight and 64 sequences"}[figure]
     assert right.count(words) == 1
     path.write_text(right.replace(words, words.replace(figure, "1")), encoding="utf-8")
     pattern = words.replace(figure, r"(\d+)")

@@ -71,9 +71,12 @@ def test_the_simulation_names_the_best_sizes_and_promises_what_is_said():
     """The notebook simulates them whenever it runs."""
     names = {chunk: f"{chunk:,}" if chunk else "whole" for chunk in budgets.CHUNKS}
     made = {chunk: table_row("33", f"{name}, simulated") for chunk, name in names.items()}
-    said(prose("33"), "picks the best size at 80 and at 95 %")
-    for i, share in enumerate(budgets.SHARES[1:], 1):
-        assert max(made, key=lambda chunk: made[chunk][i]) == best(share)
+    said(prose("33"), "rules out 128 tokens at 80 % of capacity, and whole prompts, too, at 95 %")
+    said(prose("33"), "it hardly sees a difference between the others")
+    for i, out in ((1, {128}), (2, {None, 128})):
+        others = [made[chunk][i] for chunk in budgets.CHUNKS if chunk not in out]
+        assert min(others) > 0.98 * max(others) and all(made[chunk][i] < 0.7 * min(others) for chunk in out)
+        assert best(budgets.SHARES[i]) not in out
     claim("33", r"(\d+) requests per second with 2,048 tokens, and (\d+) with", made[2048][2], made[None][2])
 
 
@@ -147,13 +150,12 @@ def test_the_plan_is_as_near_to_the_records_as_said():
         for kind in ("decode step", "whole run")
     )
     claim("37", words, *step)
-    said(prose("37"), "Whole runs are nearly as close")
+    claim("37", r"Errors of whole runs reach (\S+) and (\S+) %", *whole)
     words = r"step takes (\S+) µs per layer, (\S+) times .*\((\S+) with .*\), (\S+) times .* and (\S+) times"
     layer, weights, more, attention, activations = plan_checks.fit(RUNS).decode
     claim("37", words, layer, weights, weights + more, attention, activations)
     words = r"errors reach (\d+) %, and (\d+) % for a model that was not seen"
     claim("37", words, *(100 * plan_checks.worst(CHECKS, "prefill", other) for other in (False, True)))
-    assert all(abs(one - other) < 2 for one, other in zip(step, whole, strict=True))
     words = r"predicts two GPUs within (\d+) %\. Unscaled it is up to (\d+) % too fast"
     scaled = max(abs(one.other_error) for one in PAIRS)
     claim("37", words, math.ceil(100 * scaled), -100 * min(one.error for one in PAIRS))
