@@ -151,7 +151,7 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
     (first,) = (text for text in shown if text.startswith("NoCache:"))
     assert first.partition("\n* ")[2].startswith("Computes the past again")
     said(prose("29"), "The first named the missing cache; the later ones allow less or name no cause")
-    table = re.findall(r"^(\w[\w, ]*?) {2,}(\w+) {2,}([\d.]+|–) {2,}(\S.*?) *$", stored("29"), re.MULTILINE)
+    table = re.findall(r"^(\w[\w, ]*?) {2,}([A-Z]\w+) {2,}([\d.]+|–) {2,}(\S.*?) *$", stored("29"), re.MULTILINE)
     (name, before, bound, gain), *later = table
     assert (name, before, len(later)) == ("RowByRow", "NoCache", 4) and gain != "within the noise"
     assert all(most == "–" or float(most) < float(bound) for _, _, most, _ in later)
@@ -160,10 +160,30 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
     assert max(times, key=lambda name: times[name]) == "RowByRow"
 
 
-def test_more_sequences_bring_the_best_rung_nearer_to_the_floor():
-    words = r"the best rung reaches (\d+) % of the floor's rate at W1 and (\d+) % at W2"
-    floors = {name: records.floor_tok_s(find(), name) for name in ("W1", "W2")}
-    claim("29", words, *(100 * find().value(name, "split_kv") / floor for name, floor in floors.items()))
+def test_on_a_gpu_launches_cost_most_and_kernels_read_as_recorded():
+    parts = records.Results(find().folder / "Qwen3-0.6B").figures("plain_loops")["parts"]
+    one, many = (parts[f"bfloat16, {n}"]["loops"] for n in (1, 8))
+    eager = [one[name] for name in ("NoCache", "RowByRow", "Padded", "InPlace", "Static")]
+    said(prose("29"), "each launches about a thousand kernels per step")
+    assert all(900 < loop["launches"] < 1200 for loop in eager)
+    each, busy = [x["us"] / x["launches"] for x in eager], [100 * x["busy"] for x in eager]
+    words = r"at (\d+) to (\d+) µs of the host's time each, .* works for (\d+) to (\d+) % of that time"
+    claim("29", words, min(each), max(each), min(busy), max(busy))
+    for name in ("NoCache", "RowByRow"):
+        claim("29", r"need (\d+) times as long as `Padded`", many[name]["us"] / many["Padded"]["us"])
+    static, compiled, best = (one[name] for name in ("Static", "Compiled", "split_kv"))
+    words = r"`Static` (\d+) times as fast, after (\d+) s of compiling, .* takes ([\d.]+) times less"
+    gains = static["us"] / compiled["us"], compiled["us"] / best["us"]
+    claim("29", words, gains[0], compiled["first_s"], gains[1])
+    old, new = one["dense"]["kernels"], best["kernels"]
+    said(prose("29"), "The head was near the fastest read all along")
+    assert all(rung["head"]["share_of_peak"] > 0.94 for rung in (old, new))
+    near = [100 * rung["GEMM"]["share_of_peak"] for rung in (old, new)]
+    claim("29", r"read at (\d+) % of it, this engine's at (\d+) %", *near)
+    theirs, ours = (rung["attention"] for rung in (old, new))
+    assert ours["launches"] // 28 == 2
+    words = r"`dense` (\d+) kernels per layer and this engine two, which are (\d+) times as fast"
+    claim("29", words, theirs["launches"] / 28, theirs["us"] / ours["us"])
 
 
 # 30
