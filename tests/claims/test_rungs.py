@@ -264,7 +264,7 @@ def test_what_modes_add_to_a_greedy_step_is_recorded():
         share = {n: 100 * (median(one["top-p"]) / median(one["greedy"]) - 1) for n, one in steps.items()}
         assert max(share, key=lambda n: share[n]) == 256
         values.append(share[256])
-    claim("31", r"adds most at 256 rows: (\d+) % for Qwen3-0.6B, (\d+) % for GPT-2", *values)
+    claim("31", r"at 256 rows (\d+) % for Qwen3-0.6B and (\d+) % for GPT-2", *values)
     words, found = r"of every token make a step ([\d.]+) to ([\d.]+) times", times("logprobs")
     claim("31", words, min(found), max(found))
 

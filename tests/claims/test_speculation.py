@@ -35,8 +35,8 @@ def test_eight_rows_take_what_is_said():
 def test_steps_that_verify_take_what_is_said():
     seven = [times[7] for times in TIMES.values() if 7 in times]
     many = [times[3] for (_, size), times in TIMES.items() if size.startswith("64 × ")]
-    words = rf"seven drafts make steps of one to eight sequences {FIGURE} to {FIGURE} times as long, "
-    words += rf"three those of 64 up to {FIGURE} times"
+    words = rf"seven drafts make a step of one to eight sequences {FIGURE} to {FIGURE} times as long, "
+    words += rf"and three drafts make one of 64 sequences up to {FIGURE} times"
     claim("39", words, min(seven), max(seven), max(many))
     words = rf"seven drafts takes {FIGURE} times as long as a plain one in Llama-3.1-8B, and {FIGURE} in "
     claim("39", words, TIMES[LARGE, ALONE][7], TIMES[MIDDLE, ALONE][7])
@@ -107,7 +107,7 @@ def test_the_pace_is_as_the_text_beside_its_source_says():
 
 def test_the_draft_model_is_what_is_said():
     training = RESULTS.load("train-rose-tiny-draft")
-    claim("39", r"the likeliest at (\d+) % of places", 100 * training["agreement"])
+    claim("39", r"tokens agree at (\d+) % of the places", 100 * training["agreement"])
     shapes = training["model"], RESULTS.load("train")["model"]
     assert [one["n_layer"] for one in shapes] == [2, 5] and shapes[1]["n_embd"] == 2 * shapes[0]["n_embd"]
 
