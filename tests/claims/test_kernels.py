@@ -302,7 +302,7 @@ def test_gemms_for_few_rows_gain_where_it_is_said():
     assert by_cause[64][0] < 0 and max(by_cause[256]) < 0
     says("19", r"A step of 8 or 64 sequences gets shorter; one of a single sequence does not")
     assert min(gone["W1"], gone["W2"]) > 45 and -3 < gone["W0"] < 0
-    (room,) = said(prose("19"), r"left room for more than (\d+) µs at every batch size")
+    (room,) = said(prose("19"), r"prediction was more than (\d+) µs at every batch size")
     assert min(predicted("19", 0).values()) > number(room)
     assert {w: one.sign for w, one in pair.verdicts().items()} == {"W3": -1, "W4": 0}
     claim("19", r"`small_gemm`: batch 256, by (\d+) %", -100 * pair.gain("W3"))

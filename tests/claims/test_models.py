@@ -212,7 +212,7 @@ def test_the_guess_holds_for_one_sequence_and_fails_for_64_of_the_largest_model(
     step = {(w, name): model_ladder.mean_step_us(RESULTS, name, w) for w in ("D1", "D64") for name in SHAPES}
     off = {(w, name): 100 * abs(us / foretold(name, w) - 1) for (w, name), us in step.items()}
     words = r"it is within (\d+) % of all three recorded steps"
-    claim("28", words, max(off["D1", name] for name in SHAPES))
+    claim("28", words, math.ceil(max(off["D1", name] for name in SHAPES)))
     words = r"For 64 sequences it is (\d+) and (\d+) % off for the small models"
     claim("28", words, *(off["D64", name] for name in (QWEN, LLAMA_1B)))
     floor = {w: model_ladder.step_floor_us(RESULTS, SHAPES[LLAMA_8B], w) for w in ("D1", "D64")}
@@ -247,7 +247,8 @@ def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
     assert len(one) == len(many)
     claim("28", words, len(one), len(one & modern_one), len(many & modern_many), len(modern_many - many))
     assert "fused_head" in one & many and "fused_head" not in modern_one | modern_many
-    said(prose("28"), "slow only for GPT-2's odd vocabulary")
+    saved = [LADDERS[t][BEFORE["fused_head"]] - LADDERS[t]["fused_head"] for t in ("Qwen3, D1", "GPT-2, W0")]
+    claim("28", r"as many µs on Qwen3 \((\d+), not (\d+)\)", *saved)
     assert SHAPES[QWEN].vocab_size % 64 == 0 != model_ladder.GPT2.vocab_size % 2
     said(
         prose("28"), "New at one sequence are `small_gemm`, which takes a third off the step, and `split_kv`"

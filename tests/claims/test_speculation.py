@@ -36,7 +36,7 @@ def test_steps_that_verify_take_what_is_said():
     seven = [times[7] for times in TIMES.values() if 7 in times]
     many = [times[3] for (_, size), times in TIMES.items() if size.startswith("64 × ")]
     words = rf"seven drafts make a step of one to eight sequences {FIGURE} to {FIGURE} times as long, "
-    words += rf"and three drafts make one of 64 sequences up to {FIGURE} times"
+    words += rf"three drafts one of 64 up to {FIGURE} times"
     claim("39", words, min(seven), max(seven), max(many))
     words = rf"seven drafts takes {FIGURE} times as long as a plain one in Llama-3.1-8B, and {FIGURE} in "
     claim("39", words, TIMES[LARGE, ALONE][7], TIMES[MIDDLE, ALONE][7])
