@@ -8,7 +8,6 @@ from statistics import median
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, read_us
-from rosellm.roseinfer.recipe import BEFORE
 from rosellm.rosetrainer import paged_attention
 from tests.claims.reading import claim, number, pair_of, predicted, prose, said, stored
 
@@ -72,25 +71,26 @@ def test_reading_takes_as_small_a_part_of_the_first_rungs_step_as_is_said():
 
 
 def test_the_map_names_changes_that_gain_nothing():
-    said(prose("00"), "`autotune` and `persistent_kernel` lose on some workloads and gain on none")
-    assert {*signs("autotune").values()} == {*signs("persistent_kernel").values()} == {-1, 0}
-    claim("00", r"`small_gemm`, which stays .*, loses (\d+) % at W3", -100 * pair_of("small_gemm").gain("W3"))
-    assert signs("small_gemm")["W3"] == -1
-    said(prose("00"), "`no_mask` and `triton_append` make no difference beyond the noise on W0 to W5")
-    for rung in ("no_mask", "triton_append"):
-        assert not faster(rung) and [*signs(rung)] == ["W0", "W1", "W2", "W3", "W4", "W5"]
-    said(prose("00"), "nor does `split_kv` where it was compared: on W0, W1, W2 and W5")
-    assert not faster("split_kv") and [*signs("split_kv")] == ["W0", "W1", "W2", "W5"]
+    said(
+        prose("00"),
+        "`autotune` and `persistent_kernel` gain nowhere beyond the noise, and the second loses on W0 and W1",
+    )
+    assert max([*signs("autotune").values(), *signs("persistent_kernel").values()]) == 0
+    assert signs("persistent_kernel")["W0"] == signs("persistent_kernel")["W1"] == -1
+    said(
+        prose("00"), "`triton_append`, which stays on the ladder, makes no difference beyond the noise either"
+    )
+    assert {*signs("triton_append").values()} == {0}
 
 
-def test_as_many_rungs_gain_much_as_the_map_says():
-    words = r"Look first for the gains of more than (\d+) %: (five) rungs have one"
-    least, _ = said(prose("00"), words)
-    gains = [
-        [one.ratio - 1 for one in pair_of(rung).verdicts().values() if one.workload in "W0 W1 W2 W3"]
-        for rung in BEFORE
-    ]
-    assert sum(max(one, default=0) > number(least) / 100 for one in gains) == 5
+def test_rungs_gain_as_much_as_the_map_says():
+    said(
+        prose("00"),
+        "more than half: paged attention, the CUDA graph, the resident step and dependent launches each have",
+    )
+    for rung in ("paged", "cuda_graph", "resident_step", "dependent_launch"):
+        found = [one for one in pair_of(rung).verdicts().values() if one.workload in "W0 W1 W2 W3"]
+        assert any(one.sign > 0 and one.ratio > 1.5 for one in found)
 
 
 def test_with_few_sequences_the_first_rung_uses_a_sixth_of_a_step():
@@ -123,19 +123,30 @@ def test_the_best_step_is_near_its_floor_and_has_no_host_time():
 # 01
 
 
-def test_paged_attention_gains_everywhere_but_at_w3():
-    said(prose("01"), "Every workload but W3 gains, W2 most. At W3 the repeats spread too far")
-    gains = {workload: pair_of("paged").gain(workload) for workload in signs("paged")}
-    assert faster("paged") == [one for one in gains if one != "W3"] and max(gains, key=gains.get) == "W2"
+def test_every_engine_of_paged_attention_is_faster_with_up_to_64_sequences():
+    nb, found = pair_of("paged"), pair_of("paged").verdicts()
+    said(
+        prose("01"), "up to 64 sequences, every engine of `paged` is faster .* With 256, their times overlap"
+    )
+    assert [step_saved(nb, workload) > 0 for workload in ("W0", "W1", "W2")] == 3 * [True]
+    assert [overlap(nb, workload) for workload in ("W0", "W1", "W2", "W3")] == [False, False, False, True]
+    said(prose("01"), "W0 and W1 gain a third or more, and none is slower beyond the noise; at W2 and W3")
+    assert {"W0", "W1"} <= {*faster("paged")} and min(nb.gain("W0"), nb.gain("W1")) > 1 / 3
+    few, many = (
+        [found[name].spread / median(found[name].before) for name in two]
+        for two in (("W0", "W1"), ("W2", "W3"))
+    )
+    assert max(few) < min(many)
 
 
-def test_the_bytes_of_dense_attention_take_less_than_its_recorded_step():
-    said(prose("01"), "none up to 1,000 tokens, though at batch 256 these bytes nearly take that long")
+def test_the_bytes_of_dense_attention_come_near_its_recorded_step_at_batch_256():
+    said(prose("01"), "Only at batch 256: there, the bytes of 1,000 tokens take about as long as the step")
+    said(prose("01"), "With fewer sequences they take less than half as long")
     nb, a_token = pair_of("paged"), 2 * 12 * 768 * 2
     moved = a_token * (2 * (2 * 16 * 64 + 1000) + 3 * 1001)  # of a sequence of 16 blocks of 64
     us = moved / (1e6 * RESULTS.load("ceilings")["figures"]["copy_TB_s"][0])
     share = {w: n * us / nb.step_us(w)[0].us for w, n in {"W0": 1, "W1": 8, "W2": 64, "W3": 256}.items()}
-    assert 0.95 < share["W3"] < 1 and max(share["W0"], share["W1"], share["W2"]) < 0.5
+    assert 0.85 < share["W3"] < 1.15 and max(share["W0"], share["W1"], share["W2"]) < 0.5
 
 
 def test_paged_attention_saves_copies_at_64_sequences_and_launches_below():
@@ -166,10 +177,11 @@ def test_the_mask_costs_its_launches():
     assert {one["paged"]["kernels"] - one["no_mask"]["kernels"] for one in COUNTS.values()} == {7}
     parts = [mask_us(batch) for batch in (1, *BATCHES)]
     assert all(abs(gpu / number(us) - 1) < 0.2 and waiting > 6 * gpu for gpu, waiting in parts)
-    gains = [100 * pair_of("no_mask").gain(workload) for workload in signs("no_mask")]
-    claim("02", r"whole runs gain (\d) to (\d) %, within the noise", min(gains), max(gains))
-    said(prose("02"), "`no_mask` and `triton_append`: no workload gains more than the noise")
-    assert not faster("no_mask") and not faster("triton_append")
+    said(
+        prose("02"),
+        "With and without the mask, the engines' steps take overlapping times at every batch size",
+    )
+    assert [overlap(pair_of("no_mask"), workload) for workload in ("W0", "W1", "W2", "W3")] == 4 * [True]
 
 
 def test_the_masks_prediction_was_too_high():
@@ -183,17 +195,10 @@ def test_no_whole_run_shows_the_append():
     nb, promised = pair_of("triton_append"), predicted("02", 1)["W3"]
     old, new = (COUNTS["256"][rung]["gpu_time_us"] for rung in (nb.before, nb.after))
     claim("02", r"at batch 256 the GPU's time per step fell by a tenth \((\S+) to (\d+) µs\)", old, new)
-    said(
-        prose("02"), "whole runs do not show it: W3 and W4, which use the new kernel, change by less than W2"
-    )
-    assert 0.08 < 1 - new / old < 0.13 and not faster("triton_append")
-    assert max(abs(nb.gain("W3")), abs(nb.gain("W4"))) < abs(nb.gain("W2"))
-    w3 = nb.verdicts()["W3"]
-    spreads = sorted(100 * (max(runs) / min(runs) - 1) for runs in (w3.before, w3.after))
-    share = 100 * promised / nb.step_us("W3")[0].us
-    words = r"W3's repeats spread by (\d+) and (\d+) %, too far to show the (\d+) % that were predicted"
-    claim("02", words, *spreads, share)
-    assert spreads[0] > share
+    said(prose("02"), "W3's median step got shorter, but no whole run shows it beyond the noise")
+    assert 0.08 < 1 - new / old < 0.13 and step_saved(nb, "W3") > 0
+    assert {*signs("triton_append").values()} == {0}
+    claim("02", r"only (\d+) % were predicted", 100 * promised / nb.step_us("W3")[0].us)
 
 
 def test_the_hosts_work_is_in_index_tensors_and_tuples():
@@ -212,41 +217,36 @@ def test_the_hosts_work_is_in_index_tensors_and_tuples():
     claim("02", r"reduce the (\d+) index copies to one", all_of_them)
 
 
-def index_copy_us() -> float:
-    """One of the 36 copies of a profiled step, as 02 predicts it."""
-    before = COUNTS["256"]["triton_append"]
-    launches = 12 * append_us("generic", "wall")
-    return (before["range_us"]["kv_append"] - before["gpu_time_us"] - launches) / 36
-
-
 def test_full_batch_gains_where_prompts_are_equal():
     nb, promised = pair_of("full_batch"), predicted("02", 2)["W3"]
     said(
         prose("02"),
-        "W3 gains a quarter, nothing else gains. Steps and whole runs agree on a saving a little below",
+        "W3's steps get shorter by about what was predicted, and no other workload gains. Every eng",
     )
-    assert faster("full_batch") == ["W3"] and 0.2 < nb.gain("W3") < 0.27
-    assert 0.85 * promised < step_saved(nb, "W3") < run_saved(nb, "W3") < promised
-    said(prose("02"), "every engine of `full_batch` is faster than every one of `triton_append`")
+    assert abs(step_saved(nb, "W3") / promised - 1) < 0.4 and {*faster("full_batch")} <= {"W3"}
+    said(prose("02"), "Every engine of `full_batch` is faster than every one of `triton_append`")
     assert not overlap(nb, "W3")
     claim("02", r"W2 runs the same code in both rungs; its (\S+) µs", step_saved(nb, "W2"))
 
 
 def test_identity_pos_gains_where_prompts_are_mixed():
     nb = pair_of("identity_pos")
-    claim("02", r"`identity_pos`: W4 gains (\d+) %, and only W4", 100 * nb.gain("W4"))
-    assert faster("identity_pos") == ["W4"]
-    said(prose("02"), "a step gets shorter by half of what was predicted")
-    assert 0.45 < run_saved(nb, "W4") / (12 * index_copy_us()) < 0.55
+    said(
+        prose("02"),
+        "`identity_pos`: W4 changes most for the better, .* more than the noise depends on the host",
+    )
+    gains = {workload: nb.gain(workload) for workload in signs("identity_pos")}
+    assert max(gains, key=gains.get) == "W4" and gains["W4"] > 0 and {*faster("identity_pos")} <= {"W4"}
 
 
 def test_an_index_tensor_costs_more_than_the_kernel_saves():
-    old, new = (append_us(one, "device_rotating") for one in ("generic", "full_batch"))
-    claim("02", r"kernel saves (\d+) µs of GPU time in all 12 layers", 12 * (old - new))
-    words = r"took about (\d+) µs in W3 \(1,024 bytes\) and about (\d+) µs in W4 \(512 bytes\)"
-    equal, mixed = map(number, said(prose("02"), words))
-    assert abs(step_saved(pair_of("full_batch"), "W3") / 24 - equal) < 5
-    assert abs(run_saved(pair_of("identity_pos"), "W4") / 12 - mixed) < 5
+    saved = 12 * (append_us("generic", "device_rotating") - append_us("full_batch", "device_rotating"))
+    claim("02", r"kernel saves (\d+) µs of GPU time in all 12 layers", saved)
+    tensor = step_saved(pair_of("full_batch"), "W3") / 24
+    claim(
+        "02", r"Making a single index tensor, from list to copy, took (\d+) µs in W3, for 1,024 bytes", tensor
+    )
+    assert tensor > 3 * saved
 
 
 # 03
@@ -259,17 +259,14 @@ def engines_us(workload: str) -> list[list[float]]:
 
 
 def test_one_array_saves_more_than_predicted():
-    nb, times = pair_of("pinned_h2d"), {}
+    nb, saved = pair_of("pinned_h2d"), step_saved(pair_of("pinned_h2d"), "W3")
     said(
         prose("03"),
-        "W3 saves nearly half of its step in both sessions, twice the prediction. .* the host was slower",
+        "W3 saves more than predicted, a quarter of its step or more, and every engine of `pinned_h2d`",
     )
-    for workload, us in predicted("03").items():
-        old, whole = nb.step_us(workload)[0].us, nb.whole_run_us(workload)[0]
-        shares = step_saved(nb, workload) / old, run_saved(nb, workload) / whole
-        times[workload] = [share / (us / old) for share in shares]
-        assert min(times[workload]) > 1 and old > 1.5 * whole
-    assert all(0.43 < share < 0.5 for share in shares) and all(1.8 < one < 2.1 for one in times["W3"])
+    assert saved > max(predicted("03")["W3"], nb.step_us("W3")[0].us / 4) and not overlap(nb, "W3")
+    said(prose("03"), "than every one of `no_mask`. W2's engines overlap")
+    assert overlap(nb, "W2")
 
 
 def test_the_array_gains_and_pinning_does_not():
@@ -287,7 +284,7 @@ def test_the_array_gains_and_pinning_does_not():
     small = engines_us("W2")
     assert all(min(one) < max(two) for one, two in zip(small, small[1:], strict=False))
     said(prose("03"), "With up to eight sequences, no whole run differs beyond the noise")
-    assert faster("pinned_h2d") == ["W2", "W3", "W4"]
+    assert not {"W0", "W1", "W5"} & {*faster("pinned_h2d")}
 
 
 def test_what_the_ablation_shows_at_w1_is_said_to_be_unexplained():
@@ -298,12 +295,10 @@ def test_what_the_ablation_shows_at_w1_is_said_to_be_unexplained():
 
 def test_what_is_left_of_the_ranges_of_tables_is_recorded():
     old, new = (COUNTS["256"][rung]["range_us"] for rung in ("no_mask", "pinned_h2d"))
-    copies, both = "h2d_block_tables", ("h2d_block_tables", "build_block_tables")
+    copies = "h2d_block_tables"
     said(prose("03"), f"The range `{copies}` lost even more than the predicted eleven twelfths")
     assert new[copies] < old[copies] / 12
     claim("03", r"Pinning had little to hide: (\S+) ms of that range is left", new[copies] / 1e3)
-    said(prose("03"), "At batch 256 whole runs save a third more than both table ranges lost")
-    assert 1.3 < run_saved(pair_of("pinned_h2d"), "W3") / sum(old[one] - new[one] for one in both) < 1.4
 
 
 # 04
