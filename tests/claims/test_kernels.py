@@ -36,6 +36,11 @@ def saved_by_runs(pair: RecordedPair) -> dict[str, float]:
     return {w: before - after for w in BATCHES for before, after in [pair.whole_run_us(w)]}
 
 
+def shorter(pair: RecordedPair) -> dict[str, float]:
+    """Workload → the share of a step that goes."""
+    return {w: 1 - new.us / old.us for w in BATCHES for old, new in [pair.step_us(w)]}
+
+
 def short_of(savings: dict[str, float], wanted: dict[str, float]) -> list[str]:
     return [workload for workload, us in savings.items() if us < wanted[workload]]
 
@@ -278,10 +283,11 @@ def test_memory_traffic_is_not_what_fused_kernels_save():
 
 def test_the_head_gains_by_padding_more_than_by_keeping_no_logits():
     pair, foreseen, gone = pair_of("fused_head"), predicted("18"), saved(pair_of("fused_head"))
-    assert faster(pair) == [*VERDICTS]
-    words = r"Faster everywhere, by ([\d.]+) % at batch 1 and by a third .* within an eighth of"
-    claim("18", words, 100 * pair.gain("W0"))
-    assert 0.32 < pair.gain("W3") < 0.35 and all(abs(gone[w] / foreseen[w] - 1) < 1 / 8 for w in gone)
+    share = shorter(pair)
+    words = r"Every step gets shorter, by (\d+) % at batch 1 and .* a quarter .* within an eighth of"
+    claim("18", words, 100 * share["W0"])
+    assert share["W3"] == max(share.values()) > 1 / 4 and min(least_saved(pair).values()) > 0
+    assert all(abs(gone[w] / foreseen[w] - 1) < 1 / 8 for w in gone)
     says("18", r"gives nine tenths of the gain, at 8 and 64 more than half; only at 1 does the fused")
     steps = {workload: ablation_us(pair, workload) for workload in BATCHES}
     share = {w: (before - padded) / (before - after) for w, (before, padded, after) in steps.items()}
@@ -294,34 +300,34 @@ def test_the_head_gains_by_padding_more_than_by_keeping_no_logits():
 def test_gemms_for_few_rows_gain_where_it_is_said():
     pair, gone = pair_of("small_gemm"), saved(pair_of("small_gemm"))
     by_cause = {n: [less(pair, n, one) for one in ("norm", "GEMM")] for n in BATCHES.values()}
-    claim("19", r"the norms take (\d+) µs less, the GEMMs themselves (\d+)\.", *by_cause[8])
+    words = r"by the ledgers, .* the norms take (\d+) µs less, the GEMMs themselves (\d+)\."
+    claim("19", words, *by_cause[8])
     says("19", r"At batch 1, the GEMMs take longer, which cancels what the norms save\. Only at batch 64")
     assert by_cause[1][1] < 0 < by_cause[1][0] and abs(sum(by_cause[1])) < 5
     assert by_cause[64][1] > 60 > 15 > max(by_cause[n][1] for n in (1, 8, 256))
     says("19", r"from batch 17 on, and slower: .* At batch 256, GEMMs and norms both take longer")
     assert by_cause[64][0] < 0 and max(by_cause[256]) < 0
-    says("19", r"A step of 8 or 64 sequences gets shorter; one of a single sequence does not")
-    assert min(gone["W1"], gone["W2"]) > 45 and -3 < gone["W0"] < 0
-    (room,) = said(prose("19"), r"prediction was more than (\d+) µs at every batch size")
-    assert min(predicted("19", 0).values()) > number(room)
-    assert {w: one.sign for w, one in pair.verdicts().items()} == {"W3": -1, "W4": 0}
-    claim("19", r"`small_gemm`: batch 256, by (\d+) %", -100 * pair.gain("W3"))
+    says("19", r"A step of 8 or 64 sequences gets shorter; one of 256 changes by less than 5 %")
+    says("19", r"`small_gemm` changes a step of 256 sequences by less than 5 %")
+    least = least_saved(pair)
+    assert min(least["W1"], least["W2"]) > 0 and abs(shorter(pair)["W3"]) < 0.05
+    says("19", r"At every batch size, less is saved than predicted")
+    assert all(gone[w] < us for w, us in predicted("19", 0).items())
 
 
 def test_dependent_launches_pay_where_it_is_said():
     pair, foreseen = pair_of("dependent_launch"), predicted("19", 1)
-    says("19", r"It pays on W0, W1, W2 and W5: by 40 % or more at batches 1 and 8, by a tenth at 64")
-    assert faster(pair) == ["W0", "W1", "W2", "W5"]
-    assert min(map(pair.gain, ("W0", "W1", "W5"))) > 0.4 and 0.095 < pair.gain("W2") < 0.105
-    says("19", r"within a third, but four times that of W2 and less than half that of W0")
-    share = {w: us / foreseen[w] for w, us in saved(pair).items()}
-    assert all(abs(share[w] - 1) < 1 / 3 for w in ("W1", "W3"))
-    assert 0.22 < share["W2"] < 0.27 and share["W0"] > 2
-    says("19", r"At batch 8, the gaps alone are only a third of what is saved")
+    says("19", r"Every step gets shorter, at batch 1 by more than a third")
+    says("19", r"`dependent_launch`: every step, most at batch 1")
+    share = shorter(pair)
+    assert min(least_saved(pair).values()) > 0 and share["W0"] == max(share.values()) > 1 / 3
+    says("19", r"predicts too little at batches 1 and 8, and too much at 64 and 256")
+    assert short_of(saved(pair), foreseen) == ["W2", "W3"]
+    says("19", r"At batch 8, the gaps alone are less than half of what is saved")
     recorded = Trace.from_dict(RESULTS.figures("timelines", pair.after, pair.before))
     kernels = [one for one in recorded.events if one.on_gpu]
     gap = median(later.start - one.end for one, later in zip(kernels, kernels[1:], strict=False))
-    assert 0.3 < gap * len(kernels) / 2 / saved(pair)["W1"] < 0.35
+    assert 0 < gap * len(kernels) / 2 < saved(pair)["W1"] / 2
 
 
 def test_overlap_is_not_the_whole_gain_of_dependent_launches():
@@ -337,7 +343,7 @@ def test_overlap_is_not_the_whole_gain_of_dependent_launches():
     assert overlap["W1"] > 5 * overlap["W2"]
     words = r"alone saves (\d+) µs, although all launches should cost (\d+)"
     claim("19", words, launch["W0"], predicted("19", 1)["W0"])
-    says("19", r"slower for one sequence than for eight, .* The ledgers place it in the GEMMs")
+    says("19", r"There, `small_gemm` is slower for one sequence than for eight, .* ledgers place it in")
     one, eight = (pair.ledger_before(n).us_by_cause()["GEMM"] for n in (1, 8))
     assert steps["W0"][0] > steps["W1"][0] and one - eight > 40
 
@@ -360,10 +366,9 @@ def test_a_context_costs_whole_tiles_and_no_workload_was_split():
     longest = {name: max(one.prompt_repeats) + one.max_new_tokens - 2 for name, one in loads.items()}
     says("21", r"W0 stopped one token short; today's rule splits it")
     assert longest["W0"] == 511 and variant_for(1, 12, 511, 132).pieces > 0
-    pair = pair_of("split_kv")
-    says("21", r"None of W0 to W5 reached the threshold, so W0, W1, W2 and W5 do not change")
+    says("21", r"None of W0 to W5 reached the threshold\. .* No timed step gets longer beyond the noise")
     assert [w for w, n in longest.items() if loads[w].max_batch_size <= 8 and n >= 512] == []
-    assert undecided(pair) == [*pair.verdicts()] and all(abs(one) < 1 for one in saved(pair).values())
+    assert min(shorter(pair_of("split_kv")).values()) > -0.005  # as much as engines differ
 
 
 def test_splitting_gains_what_is_said_beyond_the_control():

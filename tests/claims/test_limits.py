@@ -34,16 +34,17 @@ def test_a_barrier_costs_more_than_the_launch_that_it_replaces():
         a_kernel = sum(row.us for row in chain) / sum(row.launches for row in chain)
         a_phase = (new.us_by_cause()["layers"] + new.us_by_cause()["norm"]) / 61
         assert shown(a_phase - a_kernel, us)
-    said(prose("22"), r"so a step gets longer instead of shorter")
-    assert all(old.us < new.us for old, new in map(PERSISTENT.step_us, ("W0", "W1")))
 
 
 def test_the_persistent_kernel_is_slower_where_it_runs_and_changes_no_token():
-    said(prose("22"), r"falls by a quarter \(W0, W1\) or a fifth \(W5\); .* no difference beyond the noise")
-    lost = {"W0": 1 / 4, "W1": 1 / 4, "W5": 1 / 5}
-    assert all(abs(PERSISTENT.gain(w) + share) < 0.025 for w, share in lost.items())
-    signs = {w: one.sign for w, one in PERSISTENT.verdicts().items()}
-    assert signs == {w: -(w in lost) for w in ("W0", "W1", "W2", "W3", "W4", "W5")}
+    said(prose("22"), r"1 or 8 rows gets longer .* by at least a quarter\. With 64 or 256 it does not change")
+    said(prose("22"), r"8 or fewer: a step gets at least a quarter longer")
+    steps = {w: PERSISTENT.step_us(w) for w in ("W0", "W1", "W2", "W3")}
+    longer = {w: new.us / old.us - 1 for w, (old, new) in steps.items()}
+    assert min(longer["W0"], longer["W1"]) > 1 / 4 and max(abs(longer["W2"]), abs(longer["W3"])) < 0.005
+    lost = ("W0", "W1", "W5")
+    said(prose("22"), r"nowhere on the recorded GPU")
+    assert not any(one.sign == 1 for one in PERSISTENT.verdicts().values())
     said(prose("22"), r"whole runs of 1 and 8 rows \(W0, W1, W5\) generate the same tokens")
     assert {WORKLOADS[w].max_batch_size for w in lost} == {1, 8}
     both = (PERSISTENT.before, PERSISTENT.after)

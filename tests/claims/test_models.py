@@ -19,7 +19,7 @@ from rosellm.lab.records.records import (
     rivals,
 )
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, SIDE_BRANCHES
 from tests.claims.reading import claim, number, prose, said, table_row
 
 RESULTS = find()
@@ -223,13 +223,13 @@ def test_the_guess_holds_for_one_sequence_and_fails_for_64_of_the_largest_model(
 
 
 def paying() -> dict[str, set[str]]:
-    """Ladder → rungs that take at least 5 % off a step, by more than engines or turns differ."""
+    """Ladder → rungs towards the best that take 5 % off a step, by more than engines or turns differ."""
     found = {}
     for name, steps in model_ladder.twin_steps(RESULTS, QWEN).items():
         rungs = [
             rung
             for rung in LADDERS["GPT-2, W0"]
-            if BEFORE.get(rung) in steps and rung in LADDERS["Qwen3, D1"]
+            if BEFORE.get(rung) in steps and rung in LADDERS["Qwen3, D1"] and rung not in SIDE_BRANCHES
         ]
         pairs = {rung: (steps[BEFORE[rung]], steps[rung]) for rung in rungs}
         found[name] = {
@@ -242,18 +242,16 @@ def paying() -> dict[str, set[str]]:
 
 def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
     one, modern_one, many, modern_many = paying().values()
-    words = r"(\d+) rungs shorten GPT-2's step .* (\d+) of them do .* one sequence and (\d+) at 64"
-    words += r".*At 64 sequences, (\d+) others"
-    assert len(one) == len(many)
-    claim("28", words, len(one), len(one & modern_one), len(many & modern_many), len(modern_many - many))
+    said(prose("28"), "at least three quarters do so on Qwen3, with one sequence and with 64")
+    assert len(one & modern_one) >= 0.75 * len(one) and len(many & modern_many) >= 0.75 * len(many)
+    said(prose("28"), "`fused_gelu` saves 5 % only on Qwen3 with 64 sequences, `fused_head` only on")
+    assert "fused_gelu" in modern_many and "fused_gelu" not in one | many | modern_one
     assert "fused_head" in one & many and "fused_head" not in modern_one | modern_many
     saved = [LADDERS[t][BEFORE["fused_head"]] - LADDERS[t]["fused_head"] for t in ("Qwen3, D1", "GPT-2, W0")]
     claim("28", r"as many µs on Qwen3 \((\d+), not (\d+)\)", *saved)
     assert SHAPES[QWEN].vocab_size % 64 == 0 != model_ladder.GPT2.vocab_size % 2
-    said(
-        prose("28"), "New at one sequence are `small_gemm`, which takes a third off the step, and `split_kv`"
-    )
-    assert modern_one - one == {"small_gemm", "split_kv"}
+    said(prose("28"), "`small_gemm` takes a third off the step, and `split_kv` pays, too")
+    assert {"small_gemm", "split_kv"} <= modern_one
     us = LADDERS["Qwen3, D1"]
     assert abs(us["small_gemm"] / us[BEFORE["small_gemm"]] - 2 / 3) < 0.025
     turns = [model_ladder.twin_steps(RESULTS, QWEN)[f"Qwen3, {w}"]["dense"].spread_us for w in ("D1", "D64")]
@@ -263,16 +261,17 @@ def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
 
 def test_the_way_was_not_predicted():
     ladder = model_ladder.recorded_ladder(RESULTS, QWEN, "D1")
-    longer = [100 * (ladder[r] / foretold(QWEN, "D1", r) - 1) for r in ("resident_step", BEST_RUNG)]
-    words = r"takes (\d+) % longer than predicted at `resident_step`, and (\d+) % less at the best rung"
-    claim("28", words, longer[0], -longer[1])
+    longer = {r: ladder[r] / foretold(QWEN, "D1", r) - 1 for r in ("resident_step", BEST_RUNG)}
+    words = r"takes (\d+) % longer than predicted at `resident_step`, but .* is within a tenth of it"
+    claim("28", words, 100 * longer["resident_step"])
+    assert longer["resident_step"] > 1 / 2 and abs(longer[BEST_RUNG]) < 0.1
     said(prose("28"), "a rung does not save the same time per layer on both models")
-    said(prose("28"), "saves almost four times as much per layer as on GPT-2")
+    said(prose("28"), "saves more than three times as much per layer as on GPT-2")
     layers = {"GPT-2, W0": model_ladder.GPT2.n_layers, "Qwen3, D1": SHAPES[QWEN].n_layers}
     one, two = (
         (LADDERS[t][BEFORE["fused_append"]] - LADDERS[t]["fused_append"]) / n for t, n in layers.items()
     )
-    assert 3.5 < two / one < 4
+    assert two / one > 3
 
 
 def test_both_engines_pay_by_the_layer():
