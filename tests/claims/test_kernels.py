@@ -368,7 +368,7 @@ def test_a_context_costs_whole_tiles_and_no_workload_was_split():
     assert longest["W0"] == 511 and variant_for(1, 12, 511, 132).pieces > 0
     says("21", r"None of W0 to W5 reached the threshold\. .* No timed step gets longer beyond the noise")
     assert [w for w, n in longest.items() if loads[w].max_batch_size <= 8 and n >= 512] == []
-    assert min(shorter(pair_of("split_kv")).values()) > -0.005  # as much as engines differ
+    assert min(shorter(pair_of("split_kv")).values()) > -0.01  # engines differ by as much
 
 
 def test_splitting_gains_what_is_said_beyond_the_control():

@@ -41,7 +41,7 @@ def test_the_persistent_kernel_is_slower_where_it_runs_and_changes_no_token():
     said(prose("22"), r"8 or fewer: a step gets at least a quarter longer")
     steps = {w: PERSISTENT.step_us(w) for w in ("W0", "W1", "W2", "W3")}
     longer = {w: new.us / old.us - 1 for w, (old, new) in steps.items()}
-    assert min(longer["W0"], longer["W1"]) > 1 / 4 and max(abs(longer["W2"]), abs(longer["W3"])) < 0.005
+    assert min(longer["W0"], longer["W1"]) > 1 / 4 and max(abs(longer["W2"]), abs(longer["W3"])) < 0.01
     lost = ("W0", "W1", "W5")
     said(prose("22"), r"nowhere on the recorded GPU")
     assert not any(one.sign == 1 for one in PERSISTENT.verdicts().values())

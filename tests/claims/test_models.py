@@ -262,9 +262,9 @@ def test_most_of_the_rungs_of_gpt2_pay_on_qwen3():
 def test_the_way_was_not_predicted():
     ladder = model_ladder.recorded_ladder(RESULTS, QWEN, "D1")
     longer = {r: ladder[r] / foretold(QWEN, "D1", r) - 1 for r in ("resident_step", BEST_RUNG)}
-    words = r"takes (\d+) % longer than predicted at `resident_step`, but .* is within a tenth of it"
+    words = r"takes (\d+) % longer than predicted at `resident_step`, but .* is within an eighth of it"
     claim("28", words, 100 * longer["resident_step"])
-    assert longer["resident_step"] > 1 / 2 and abs(longer[BEST_RUNG]) < 0.1
+    assert longer["resident_step"] > 1 / 2 and abs(longer[BEST_RUNG]) < 1 / 8
     said(prose("28"), "a rung does not save the same time per layer on both models")
     said(prose("28"), "saves more than three times as much per layer as on GPT-2")
     layers = {"GPT-2, W0": model_ladder.GPT2.n_layers, "Qwen3, D1": SHAPES[QWEN].n_layers}
