@@ -313,11 +313,12 @@ def slower(launch: dict, choice: list[int]) -> float:
 
 
 def test_the_tuner_wins_on_the_device_and_no_workload_gains():
-    said(prose("04"), "choice wins in all four shapes. Of the six workloads none gains, and W3 and W5")
+    said(prose("04"), "choice wins in all four shapes. No workload gains")
     assert [slower(one, one["chosen"]) < 0 for one in LAUNCHES] == 4 * [True]
-    lost = [workload for workload, sign in signs("autotune").items() if sign < 0]
-    assert max(signs("autotune").values()) == 0 and len(signs("autotune")) == 6 and lost == ["W3", "W5"]
-    claim("04", r"W3 and W5 lose (\d+) to (\d+) %", *(-100 * pair_of("autotune").gain(one) for one in lost))
+    assert max(signs("autotune").values()) <= 0 and signs("autotune")
+    said(prose("04"), "at 256 × 64 the kernel takes over a quarter less time, and no run gets faster")
+    last = LAUNCHES[-1]
+    assert (last["batch"], last["context"]) == (256, 64) and slower(last, last["chosen"]) < -0.25
 
 
 def test_stages_change_nothing():
@@ -342,21 +343,12 @@ def test_a_choice_for_8_sequences_is_slow_for_more():
     assert 0 < min(slower(one, early["chosen"]) for one in larger) - number(least) / 100 < 0.05
 
 
-def test_steps_cannot_show_a_lookup_and_w0_drifts():
+def test_steps_cannot_show_what_lookups_cost():
     nb, promised = pair_of("autotune"), predicted("04")
+    said(prose("04"), "about 0.1 ms of the host's time in every step")
+    assert all(90 < -us < 115 for us in promised.values())
     said(prose("04"), "in all three workloads, the range over engines includes 0")
     assert [overlap(nb, workload) for workload in promised] == 3 * [True]
-    times = [run_saved(nb, workload) / us for workload, us in promised.items()]
-    claim("04", r"imply a loss of (\S+) to (\S+) times the predicted one", min(times), max(times))
-    w0, tuned, fixed = (
-        nb.verdicts()["W0"],
-        *(LAUNCHES[0][f"{one}_launch_us"] for one in ("autotuned", "fixed")),
-    )
-    first, between, last = (1e3 / speed - 1e3 / median(w0.before) for speed in w0.after)
-    words = r"a token takes (\S+) ms more .* in the last (\S+) ms; twelve calls should cost (\S+) ms"
-    claim("04", words, first, last, 12 * (median(tuned) - median(fixed)) / 1e3)
-    claim("04", r"the repeats stay within (\S+) ms", 1e3 / min(w0.before) - 1e3 / max(w0.before))
-    assert first < between < last
 
 
 # 05
@@ -364,15 +356,16 @@ def test_steps_cannot_show_a_lookup_and_w0_drifts():
 
 def test_a_graph_pays_most_where_a_step_is_short():
     nb, promised = pair_of("cuda_graph"), predicted("05")
-    saved = {workload: run_saved(nb, workload) for workload in promised}
-    words = r"it saves (\S+) to (\S+) ms at 8, 64 and 256 sequences: a smaller share of a longer step"
+    saved = {workload: step_saved(nb, workload) for workload in promised}
+    words = r"It takes (\S+) to (\S+) ms from a step of 8, 64 or 256 sequences"
     claim("05", words, min(saved.values()) / 1e3, max(saved.values()) / 1e3)
-    assert nb.gain("W3") < nb.gain("W2") < nb.gain("W1")
-    said(
-        prose("05"), "The prediction was nearly twice as much, .* By timed steps, W3 nevertheless saved more"
-    )
-    assert all(1.8 < promised[workload] / us < 2 for workload, us in saved.items())
-    assert step_saved(nb, "W3") > 1.15 * promised["W3"]
+    said(prose("05"), "more than half of it at 8, about a third at 256")
+    w0, w1, w2, w3 = (step_saved(nb, one) / nb.step_us(one)[0].us for one in ("W0", "W1", "W2", "W3"))
+    assert w1 > 0.5 and 0.28 < w3 < 0.4
+    said(prose("05"), "at every batch size, most at small ones")
+    assert min(w0, w1) > w2 > w3
+    said(prose("05"), "The prediction is right to within a factor of two")
+    assert all(0.5 < us / promised[workload] < 2 for workload, us in saved.items())
     said(prose("05"), "`kv_append`, which this rung does not touch, takes longer")
     for batch in ("8", "64", "256"):
         (row,) = re.findall(rf"^ *{batch} +([\d,]+) +([\d,]+) +([\d.]+)$", stored("05"), re.MULTILINE)
@@ -385,24 +378,23 @@ def test_a_graph_pays_most_where_a_step_is_short():
 
 def test_slots_gain_where_rows_are_many_and_reserve_saves_what_was_predicted():
     nb, promised = pair_of("mutable_block_info"), predicted("09")
-    said(prose("09"), "makes the largest batch a quarter faster, and `reserve` gets shorter by what was pred")
-    assert faster(nb.after) == ["W3", "W4"] and 0.23 < nb.gain("W3") < 0.28
+    said(prose("09"), "makes the largest batch over a fifth faster, and `reserve` gets shorter by what was")
+    most = max(map(nb.gain, ("W0", "W1", "W2", "W3")))
+    assert signs(nb.after)["W3"] == 1 and 0.2 < nb.gain("W3") == most
     said(prose("09"), "shorter by what was predicted, to within 25 %, at all three batch sizes")
     for us, batch in zip(promised.values(), BATCHES, strict=True):
         old, new = (one["host: reserve"] for one in causes_us(nb, batch))
         assert abs((old - new) / us - 1) < 0.25
 
 
-def test_whole_runs_of_256_rows_save_what_was_predicted_or_differ_as_expected():
+def test_slots_and_one_table_save_at_least_what_was_predicted():
     rungs = "mutable_block_info", "resident_tables", "one_table"
-    said(prose("09"), "what was predicted, `resident_tables` less and `one_table` more, both as expected")
-    said(prose("09"), "Expect an overestimate: the host must still compare")
     said(prose("09"), "so expect an underestimate")
-    ratios = [run_saved(pair_of(rung), "W3") / predicted("09", i)["W3"] for i, rung in enumerate(rungs)]
-    assert abs(ratios[0] - 1) < 0.05 and ratios[1] < 0.95 and ratios[2] > 1.05
-    said(prose("09"), "With fewer sequences, `resident_tables` saves more than predicted, although")
-    fewer = {name: us for name, us in predicted("09", 1).items() if name != "W3"}
-    assert all(run_saved(pair_of("resident_tables"), name) > 1.2 * us for name, us in fewer.items())
+    said(prose("09"), "`one_table` saves more than predicted at every batch size, as expected")
+    one_table = pair_of("one_table")
+    assert all(step_saved(one_table, name) > us for name, us in predicted("09", 2).items())
+    said(prose("09"), "and `mutable_block_info` about as much or more at 256 sequences")
+    assert step_saved(pair_of("mutable_block_info"), "W3") > 0.9 * predicted("09", 0)["W3"]
     times = []
     for nb in map(pair_of, rungs):
         times += [one.us / us for one, us in zip(nb.step_us("W3"), nb.whole_run_us("W3"), strict=True)]
