@@ -73,10 +73,11 @@ def test_reading_takes_as_small_a_part_of_the_first_rungs_step_as_is_said():
 def test_the_map_names_changes_that_gain_nothing():
     said(
         prose("00"),
-        "`autotune` and `persistent_kernel` gain nowhere beyond the noise, and the second loses on W0 and W1",
+        "`autotune` and `persistent_kernel` gain nowhere beyond the noise, and both lose somewhere",
     )
     assert max([*signs("autotune").values(), *signs("persistent_kernel").values()]) == 0
     assert signs("persistent_kernel")["W0"] == signs("persistent_kernel")["W1"] == -1
+    assert min(signs("autotune").values()) == -1
     said(
         prose("00"), "`triton_append`, which stays on the ladder, makes no difference beyond the noise either"
     )
@@ -84,11 +85,8 @@ def test_the_map_names_changes_that_gain_nothing():
 
 
 def test_rungs_gain_as_much_as_the_map_says():
-    said(
-        prose("00"),
-        "more than half: paged attention, the CUDA graph, the resident step and dependent launches each have",
-    )
-    for rung in ("paged", "cuda_graph", "resident_step", "dependent_launch"):
+    said(prose("00"), "pinned tables, the CUDA graph, the resident step and dependent launches each have")
+    for rung in ("paged", "pinned_h2d", "cuda_graph", "resident_step", "dependent_launch"):
         found = [one for one in pair_of(rung).verdicts().values() if one.workload in "W0 W1 W2 W3"]
         assert any(one.sign > 0 and one.ratio > 1.5 for one in found)
 
@@ -221,10 +219,10 @@ def test_full_batch_gains_where_prompts_are_equal():
     nb, promised = pair_of("full_batch"), predicted("02", 2)["W3"]
     said(
         prose("02"),
-        "W3's steps get shorter by about what was predicted, and no other workload gains. Every eng",
+        "W3's steps get shorter by about what was predicted, and no other workload gains. There, every eng",
     )
     assert abs(step_saved(nb, "W3") / promised - 1) < 0.4 and {*faster("full_batch")} <= {"W3"}
-    said(prose("02"), "Every engine of `full_batch` is faster than every one of `triton_append`")
+    said(prose("02"), "There, every engine of `full_batch` is faster than every one of `triton_append`")
     assert not overlap(nb, "W3")
     claim("02", r"W2 runs the same code in both rungs; its (\S+) µs", step_saved(nb, "W2"))
 
@@ -262,9 +260,10 @@ def test_one_array_saves_more_than_predicted():
     nb, saved = pair_of("pinned_h2d"), step_saved(pair_of("pinned_h2d"), "W3")
     said(
         prose("03"),
-        "W3 saves more than predicted, a quarter of its step or more, and every engine of `pinned_h2d`",
+        "W3 saves far more than the predicted quarter of its step, and every engine of `pinned_h2d`",
     )
-    assert saved > max(predicted("03")["W3"], nb.step_us("W3")[0].us / 4) and not overlap(nb, "W3")
+    share = predicted("03")["W3"] / nb.step_us("W3")[0].us
+    assert 0.2 < share < 0.3 and saved > 1.5 * predicted("03")["W3"] and not overlap(nb, "W3")
     said(prose("03"), "than every one of `no_mask`. W2's engines overlap")
     assert overlap(nb, "W2")
 
@@ -313,7 +312,10 @@ def slower(launch: dict, choice: list[int]) -> float:
 
 
 def test_the_tuner_wins_on_the_device_and_no_workload_gains():
-    said(prose("04"), "choice wins in all four shapes. No workload gains")
+    said(prose("04"), "choice wins in all four shapes. No workload gains, and in whole runs some lose")
+    lost = [-100 * pair_of("autotune").gain(w) for w, sign in signs("autotune").items() if sign < 0]
+    claim("04", r"some lose: W3 and W5, by (\d+) to (\d+) %", min(lost), max(lost))
+    assert [w for w, sign in signs("autotune").items() if sign < 0] == ["W3", "W5"]
     assert [slower(one, one["chosen"]) < 0 for one in LAUNCHES] == 4 * [True]
     assert max(signs("autotune").values()) <= 0 and signs("autotune")
     said(prose("04"), "at 256 × 64 the kernel takes over a quarter less time, and no run gets faster")
@@ -364,8 +366,8 @@ def test_a_graph_pays_most_where_a_step_is_short():
     assert w1 > 0.5 and 0.28 < w3 < 0.4
     said(prose("05"), "at every batch size, most at small ones")
     assert min(w0, w1) > w2 > w3
-    said(prose("05"), "The prediction is right to within a factor of two")
-    assert all(0.5 < us / promised[workload] < 2 for workload, us in saved.items())
+    said(prose("05"), "The prediction is within a quarter of what timed steps save")
+    assert all(abs(promised[workload] / us - 1) < 0.25 for workload, us in saved.items())
     said(prose("05"), "`kv_append`, which this rung does not touch, takes longer")
     for batch in ("8", "64", "256"):
         (row,) = re.findall(rf"^ *{batch} +([\d,]+) +([\d,]+) +([\d.]+)$", stored("05"), re.MULTILINE)
