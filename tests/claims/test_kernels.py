@@ -290,20 +290,21 @@ def test_gemms_for_few_rows_gain_where_it_is_said():
     assert by_cause[64][1] > 60 > 15 > max(by_cause[n][1] for n in (1, 8, 256))
     says("19", r"from batch 17 on, and slower: .* At batch 256, GEMMs and norms both take longer")
     assert by_cause[64][0] < 0 and max(by_cause[256]) < 0
-    says("19", r"A step of 8 or 64 sequences gets shorter; one of 256 changes by less than 5 %")
-    says("19", r"`small_gemm` changes a step of 256 sequences by less than 5 %")
+    says("19", r"gets shorter; one of a single sequence hardly changes, and one of 256 gets up to 5 % longer")
+    says("19", r"`small_gemm`: a step of 256 sequences gets up to 5 % longer")
     least = least_saved(pair)
-    assert min(least["W1"], least["W2"]) > 0 and abs(shorter(pair)["W3"]) < 0.05
+    assert min(least["W1"], least["W2"]) > 0 and -0.05 < shorter(pair)["W3"] < 0
+    assert abs(shorter(pair)["W0"]) < 0.02
     says("19", r"At every batch size, less is saved than predicted")
     assert all(gone[w] < us for w, us in predicted("19", 0).items())
 
 
 def test_dependent_launches_pay_where_it_is_said():
     pair, foreseen = pair_of("dependent_launch"), predicted("19", 1)
-    says("19", r"Every step gets shorter, at batch 1 by more than a third")
+    says("19", r"Every step gets shorter, at batch 1 by about half")
     says("19", r"`dependent_launch`: every step, most at batch 1")
     share = shorter(pair)
-    assert min(least_saved(pair).values()) > 0 and share["W0"] == max(share.values()) > 1 / 3
+    assert min(least_saved(pair).values()) > 0 and 0.4 < share["W0"] == max(share.values()) < 0.6
     says("19", r"predicts too little at batches 1 and 8, and too much at 64 and 256")
     assert short_of(saved(pair), foreseen) == ["W2", "W3"]
     says("19", r"At batch 8, the gaps alone are less than half of what is saved")
