@@ -57,8 +57,12 @@ class StepTimes:
 
 
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
-    """Return rung → its recorded step times at a workload's batch size and mid-run context."""
-    return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
+    """Return rung → its recorded step times at a workload's batch size and mid-run context.
+
+    ``speculative`` is left out: its steps give several tokens each, so that they cannot be compared.
+    """
+    steps = step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
+    return {rung: times for rung, times in steps.items() if rung != "speculative"}
 
 
 def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
